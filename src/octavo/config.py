@@ -1,0 +1,111 @@
+"""An engine's settings, checked once; every error names its field."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Any
+
+from octavo.core.layout import KV_ITEMSIZE
+from octavo.errors import ConfigError
+
+_UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "m": 10**6, "mb": 10**6, "g": 10**9, "gb": 10**9, "t": 10**12,
+          "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}  # fmt: skip
+
+
+def parse_size(value: Any, field: str) -> int:
+    """Bytes from an integer or a text such as "512MiB", "2GB", "1.5g"; at least 1.  Raises ConfigError."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(f'{field} must be a number of bytes or a text such as "2GiB", not {value!r}', field)
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*(-?\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        if not found or found[2].lower() not in _UNITS:
+            raise ConfigError(f'{field} must be a size such as "512MiB" or "2GB", not {value!r}', field)
+        value = int(float(found[1]) * _UNITS[found[2].lower()])
+    if value < 1:
+        raise ConfigError(f"{field} must be above 0, not {value}", field)
+    return int(value)
+
+
+def format_size(size: float) -> str:
+    """Bytes for people, in powers of 1,024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine is set up.
+
+    - ``kv_memory``: bytes (or "2GiB") for K and V; ``kv_blocks``: the same as a number of blocks; neither: chosen
+      from what the process may use, with head room
+    - ``kv_dtype``: float16, float32 or bfloat16; ``block_size``: token slots a block
+    - ``max_batched_tokens``: tokens a step; None: chosen so that a step takes about 0.2 s, and logged
+    - ``max_running``: sequences that hold blocks at a time; ``max_context``: most tokens of one sequence
+    - ``compute``: "fast" (8-bit activations against quantised weights) or "exact" (float activations)
+    - ``threads``: None: the CPUs that the process may use; ``isa``: a kernel build by name, None: the best that runs
+    - ``generation_defaults``: whether the model's generation config fills parameters that a request does not give
+    - ``policy``: "fcfs" or "priority"
+    - ``backend``: "cpu" or "reference" (NumPy, slow: the definition of right)
+    - ``audit``: recount all blocks after each step (slow; for tests)
+    """
+
+    kv_memory: int | str | None = None
+    kv_blocks: int | None = None
+    kv_dtype: str = "float16"
+    block_size: int = 16
+    max_batched_tokens: int | None = None
+    max_running: int = 256
+    max_context: int | None = None
+    prefix_cache: bool = True
+    threads: int | None = None
+    compute: str = "fast"
+    isa: str | None = None
+    generation_defaults: bool = True
+    policy: str = "fcfs"
+    backend: str = "cpu"
+    audit: bool = False
+
+    def __post_init__(self) -> None:
+        self._within("block_size", 1, 4096)
+        self._within("max_running", 1, 65536)
+        for name, high in (
+            ("kv_blocks", 2**31 - 2),
+            ("max_batched_tokens", 2**20),
+            ("max_context", 2**30),
+            ("threads", 1024),
+        ):
+            if getattr(self, name) is not None:
+                self._within(name, 1, high)
+        self._one_of("kv_dtype", tuple(KV_ITEMSIZE))
+        self._one_of("compute", ("fast", "exact"))
+        self._one_of("backend", ("cpu", "reference"))
+        self._one_of("policy", ("fcfs", "priority"))
+        for name in ("prefix_cache", "generation_defaults", "audit"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
+        if self.kv_memory is not None:
+            if self.kv_blocks is not None:
+                raise ConfigError("kv_memory and kv_blocks both set the size of the KV cache: give one", "kv_memory")
+            object.__setattr__(self, "kv_memory", parse_size(self.kv_memory, "kv_memory"))
+
+    def _within(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ConfigError(f"{name} must be an integer in [{low}, {high}], not {value!r}", name)
+
+    def _one_of(self, name: str, allowed: tuple[str, ...]) -> None:
+        if getattr(self, name) not in allowed:
+            raise ConfigError(f"{name} must be one of {', '.join(allowed)}, not {getattr(self, name)!r}", name)
+
+    @classmethod
+    def of(cls, **settings: Any) -> EngineConfig:
+        """Like the constructor, but an unknown setting is a ConfigError that lists the known ones."""
+        known = [f.name for f in fields(cls)]
+        for name in settings:
+            if name not in known:
+                raise ConfigError(f"{name} is not a setting of the engine; there are {', '.join(known)}", name)
+        return cls(**settings)

@@ -1,0 +1,111 @@
+"""What one step does, frozen: moves of blocks, then rows of tokens.  And what came of it.
+
+A worker that has the weights, its stores and a plan needs nothing else.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+DEVICE = 0  # the tier that attention reads; further tiers (host, disk) are numbered after it
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A block-sized slot of one tier."""
+
+    tier: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy one block's bytes; copy-on-write, swap and promotion are all this."""
+
+    source: Place
+    target: Place
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token to be drawn from a row's last logits, for one branch.
+
+    The result is a function of the logits, these values and nothing else.  ``position`` is that of the new token.
+    ``bias`` holds (token, value) pairs, ``-inf`` to ban; ``history`` (token, count in the output) pairs, count 0 for
+    tokens that only the prompt holds, empty without penalties.
+    """
+
+    branch: int
+    position: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition: float
+    presence: float
+    frequency: float
+    seed: int
+    logprobs: int  # -1: none
+    bias: tuple[tuple[int, float], ...] = ()
+    history: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A run of consecutive tokens of one sequence: positions start .. start + len(tokens) - 1.
+
+    ``tables`` has one block table for each layer group.  ``draws`` sample from the last token's logits.  With
+    ``score`` >= 0 the logits of the first ``len(targets)`` tokens are scored against ``targets`` (the tokens that
+    follow them) with that many best ones reported.
+    """
+
+    sequence: int
+    start: int
+    tokens: array[int]
+    tables: tuple[array[int], ...]
+    draws: tuple[Draw, ...] = ()
+    targets: array[int] = field(default_factory=lambda: array("i"))
+    score: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    step: int
+    moves: tuple[Move, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(row.tokens) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position, of the raw logits: the chosen token's, its rank, and the best ones.
+
+    ``best`` is (token, logprob) in rank order.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    best: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """What a row yields: a token for each draw, with its log-probabilities if asked; scores; or an error."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs | None, ...] = ()
+    scores: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One :class:`RowResult` for each row of the plan, in order."""
+
+    step: int
+    rows: tuple[RowResult, ...]

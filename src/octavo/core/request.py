@@ -1,0 +1,93 @@
+"""A request: a prompt, its parameters, and the branches that answer it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from octavo.core.events import Delta, Finished
+from octavo.core.params import SamplingParams
+from octavo.core.plan import TokenLogprobs
+from octavo.core.sequence import Sequence, State
+
+Sink = Callable[["Delta | Finished"], None]
+
+
+class Request:
+    """Owns: what was asked, the branches, and what has been scored of the prompt.
+
+    Promises: exactly one final event.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        number: int,
+        prompt: array[int],
+        params: SamplingParams,
+        rules: Any,
+        limit: int,
+        *,
+        prompt_text: str | None = None,
+        priority: int = 0,
+        user: str = "",
+        salt: bytes = b"",
+        arrival: float = 0.0,
+        sink: Sink | None = None,
+    ) -> None:
+        self.id = id
+        self.number = number
+        self.prompt = prompt
+        self.prompt_text = prompt_text
+        self.params = params
+        self.rules = rules
+        self.limit = limit
+        self.priority = priority
+        self.user = user
+        self.salt = salt
+        self.arrival = arrival
+        self.sink = sink
+        self.branches: list[Sequence] = []
+        self.readers: list[Any] = []  # one for each branch: what turns its tokens into text
+        self.scores: list[TokenLogprobs] = []  # of prompt tokens 1, 2, ...
+        self.error: str | None = None
+        self.first_token: float | None = None
+        self.finished = False
+
+    def branch(self, number: int, index: int, tokens: array[int]) -> Sequence:
+        """A new branch; the first is the prompt's own."""
+        sequence = Sequence(
+            number,
+            self.number,
+            index,
+            tokens,
+            len(self.prompt),
+            self.params,
+            self.limit,
+            self.salt,
+            self.priority,
+            self.user,
+            self.arrival,
+        )
+        self.branches.append(sequence)
+        return sequence
+
+    def add_scores(self, start: int, scores: tuple[TokenLogprobs, ...]) -> None:
+        """Scores of the tokens at positions start+1, ...; a preempted prompt scores some of them again."""
+        known = len(self.scores) - start
+        self.scores.extend(scores[known:])
+        self.branches[0].scored = len(self.scores)
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that came from the prefix cache."""
+        return (self.branches[0].cached or 0) if self.branches else 0
+
+    @property
+    def preemptions(self) -> int:
+        return sum(s.preemptions for s in self.branches)
+
+    @property
+    def done(self) -> bool:
+        return len(self.branches) == self.params.n and all(s.state is State.FINISHED for s in self.branches)

@@ -1,0 +1,1 @@
+"""What sampled tokens mean: branches, stops.  Imports only core."""

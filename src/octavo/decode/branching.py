@@ -1,0 +1,83 @@
+"""From a sequence to the draws of its next token, and from parameters to what may not be drawn."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from octavo.core.params import SamplingParams
+from octavo.core.plan import Draw
+from octavo.core.sequence import Sequence
+
+BAN = float("-inf")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What holds for every draw of one request.
+
+    ``ends``: ids that end the output (the model's and the request's own), held back until ``min_tokens``;
+    ``bad``: token sequences whose last token is banned when the ones before it have just been generated.
+    """
+
+    ends: tuple[int, ...] = ()
+    bad: tuple[tuple[int, ...], ...] = ()
+
+
+def banned_next(output: array[int], bad: Seq[tuple[int, ...]]) -> Iterator[int]:
+    """Ids that would complete one of the ``bad`` sequences after ``output``."""
+    for ids in bad:
+        head = ids[:-1]
+        if not head or (len(output) >= len(head) and tuple(output[-len(head) :]) == head):
+            yield ids[-1]
+
+
+def draws(sequence: Sequence, rules: Rules) -> tuple[Draw, ...]:
+    """The draws at the sequence's end: its own, and those of the branches still to be forked off it."""
+    params = sequence.params
+    if params.max_tokens == 0:
+        return ()
+    bias = _bias(sequence, params, rules)
+    history = _history(sequence) if params.penalised else ()
+    position = len(sequence.tokens)
+    assert params.temperature is not None and params.top_k is not None and params.top_p is not None
+    assert params.min_p is not None and params.repetition_penalty is not None and params.seed is not None
+    logprobs = -1 if params.logprobs is None else params.logprobs
+    return tuple(
+        Draw(
+            branch,
+            position,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.seed,
+            logprobs,
+            bias,
+            history,
+        )
+        for branch in range(sequence.branch, sequence.branch + sequence.forks + 1)
+    )
+
+
+def _bias(sequence: Sequence, params: SamplingParams, rules: Rules) -> tuple[tuple[int, float], ...]:
+    if not params.logit_bias and not rules.bad and not params.min_tokens:
+        return ()
+    bias = dict(params.logit_bias or {})
+    if len(sequence.tokens) - sequence.prompt_length < params.min_tokens:
+        bias.update((token, BAN) for token in rules.ends)
+    if rules.bad:
+        bias.update((token, BAN) for token in banned_next(sequence.output(), rules.bad))
+    return tuple(bias.items())
+
+
+def _history(sequence: Sequence) -> tuple[tuple[int, int], ...]:
+    counts = dict.fromkeys(sequence.tokens[: sequence.prompt_length], 0)
+    for token in sequence.tokens[sequence.prompt_length :]:
+        counts[token] = counts.get(token, 0) + 1
+    return tuple(counts.items())

@@ -1,0 +1,144 @@
+"""From a model's name and settings to an engine that is ready to run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from octavo.clock import Clock, RealClock
+from octavo.config import EngineConfig, format_size
+from octavo.core.layout import KVLayout
+from octavo.engine.engine import Engine
+from octavo.engine.intake import Intake
+from octavo.engine.memory import MemoryPlan, plan_memory
+from octavo.errors import ConfigError, ModelError
+from octavo.execute.executor import LocalExecutor
+from octavo.kernels.backend import Backend
+from octavo.loading import open_model
+from octavo.loading.checkpoint import Checkpoint
+from octavo.models.decoder import compile_model, kv_layout, load_weights
+from octavo.paging.kv import KV
+from octavo.schedule.budget import TokenBudget
+from octavo.schedule.policies import POLICIES
+from octavo.text.chat import ChatTemplate
+from octavo.text.tokenizer import Tokenizer
+
+log = logging.getLogger("octavo.engine")
+
+Progress = Callable[[str, int, int], None]  # stage, done, of
+
+LOGITS_BYTES = 64 << 20  # most that the logits of one scoring chunk may take
+
+
+@dataclass
+class Parts:
+    """An engine and what belongs to it."""
+
+    engine: Engine
+    intake: Intake
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    checkpoint: Checkpoint
+    memory: MemoryPlan
+    config: EngineConfig
+
+
+def make_backend(config: EngineConfig) -> Backend:
+    if config.backend == "reference":
+        from octavo.kernels.reference import ReferenceBackend
+
+        return ReferenceBackend()
+    from octavo.kernels.cpu import CpuBackend
+
+    return CpuBackend(threads=config.threads, compute=config.compute, isa=config.isa)
+
+
+def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.metadata is not None:
+        return Tokenizer.from_gguf(checkpoint.metadata)
+    if checkpoint.folder is None:
+        raise ModelError(f"{checkpoint.path} has no tokenizer")
+    return Tokenizer.from_folder(checkpoint.folder)
+
+
+def layout_of(checkpoint: Checkpoint, config: EngineConfig) -> KVLayout:
+    return kv_layout(checkpoint.spec, config.block_size, config.kv_dtype)
+
+
+def context_of(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    """The most tokens of one sequence: the model's, or less if set so."""
+    most = checkpoint.spec.max_context
+    if config.max_context is not None and config.max_context > most:
+        raise ConfigError(f"max_context {config.max_context} is beyond the model's {most} tokens", "max_context")
+    return config.max_context or most
+
+
+def end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """All ids that end an output: the generation config's and the tokenizer's, in order, once each."""
+    ids = [*checkpoint.generation.get("eos_token_ids", ()), *tokenizer.eos_ids]
+    return tuple(dict.fromkeys(i for i in ids if 0 <= i < checkpoint.spec.vocab))
+
+
+def sampling_defaults(checkpoint: Checkpoint, config: EngineConfig) -> dict[str, Any]:
+    """What the model's generation config sets for requests that do not; logged, and off on request."""
+    given = checkpoint.generation
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    defaults = {name: given[name] for name in names if given.get(name) is not None}
+    if given.get("do_sample") is False and "temperature" not in defaults:
+        defaults = {"temperature": 0.0}
+    if not defaults:
+        return {}
+    shown = ", ".join(f"{k} {v:g}" for k, v in defaults.items())
+    if not config.generation_defaults:
+        log.info("generation defaults of the model are off (%s)", shown)
+        return {}
+    log.info("defaults from the model's generation config, where a request sets none: %s", shown)
+    return defaults
+
+
+def build(model: str, config: EngineConfig, progress: Progress | None = None, clock: Clock | None = None) -> Parts:
+    """Open, check, size, pack: an engine for ``model``, a name, a file or a folder."""
+    clock = clock or RealClock()
+    checkpoint = open_model(model, config.max_context)
+    spec = checkpoint.spec
+    context = context_of(checkpoint, config)
+    layout = layout_of(checkpoint, config)
+    memory = plan_memory(config, layout, context, checkpoint.nbytes)
+    tokenizer = open_tokenizer(checkpoint)
+    backend = make_backend(config)
+    packed = (lambda done, total: progress("loading", done, total)) if progress else None
+    weights = load_weights(backend, checkpoint, packed)
+    program = compile_model(backend, spec, weights, layout)
+    # Rows of the head that no token has must never be drawn: they have no text.
+    banned = range(tokenizer.vocab_size, spec.vocab)
+    executor = LocalExecutor(backend, program, layout, memory.blocks, banned)
+    kv = KV(memory.blocks, config.block_size, layout.windows, config.prefix_cache)
+    ends = end_ids(checkpoint, tokenizer)
+    engine = Engine(
+        executor,
+        kv,
+        tokenizer=tokenizer,
+        eos_ids=ends,
+        policy=POLICIES[config.policy],
+        budget=TokenBudget(config.max_batched_tokens, report=log.info),
+        max_running=config.max_running,
+        most_logits=max(1, LOGITS_BYTES // (4 * spec.vocab)),
+        clock=clock,
+        audited=config.audit,
+        block_bytes=layout.block_bytes,
+    )
+    intake = Intake(
+        tokenizer=tokenizer,
+        vocab=spec.vocab,
+        context=context,
+        longest=memory.longest,
+        eos_ids=ends,
+        defaults=sampling_defaults(checkpoint, config),
+        now=clock.now,
+    )
+    log.info("%s: weights %s, %s", model, format_size(checkpoint.nbytes), memory.describe())
+    chosen = config.max_batched_tokens
+    log.info("a step computes up to %s tokens", chosen or f"{engine.budget.tokens} (adapting to the machine)")
+    return Parts(engine, intake, tokenizer, tokenizer.chat, checkpoint, memory, config)

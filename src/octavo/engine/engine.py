@@ -1,0 +1,284 @@
+"""The step loop: decide, commit, run, fold the result back, tell what is new."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import deque
+from dataclasses import replace
+
+from octavo.clock import Clock, RealClock
+from octavo.core.events import Delta, Finished
+from octavo.core.plan import Draw, Row, RowResult, TokenLogprobs
+from octavo.core.request import Request
+from octavo.core.sequence import Sequence, State
+from octavo.decode.branching import draws
+from octavo.engine.reader import Reader
+from octavo.engine.stats import Counters, Stats
+from octavo.execute.executor import Executor
+from octavo.paging.audit import audit
+from octavo.paging.kv import KV
+from octavo.schedule.budget import TokenBudget
+from octavo.schedule.policies import FIRST_COME, Policy
+from octavo.schedule.scheduler import Decision, Scheduler
+from octavo.text.tokenizer import Tokenizer
+
+log = logging.getLogger("octavo.engine")
+
+
+class Engine:
+    """Owns: the requests in flight, the scheduler, and through it the blocks.
+
+    Promises: one final event a request; every step with work advances the best-ranked sequence; a request's failure
+    is its own.  Not thread-safe: one thread steps it.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        kv: KV,
+        *,
+        tokenizer: Tokenizer | None = None,
+        eos_ids: tuple[int, ...] = (),
+        policy: Policy = FIRST_COME,
+        budget: TokenBudget | None = None,
+        max_running: int = 256,
+        most_logits: int = 1024,
+        clock: Clock | None = None,
+        audited: bool = False,
+        block_bytes: int = 0,
+    ) -> None:
+        self.executor = executor
+        self.kv = kv
+        self.tokenizer = tokenizer
+        self.eos_ids = frozenset(eos_ids)
+        self.budget = budget or TokenBudget(report=log.info)
+        self.scheduler = Scheduler(kv, policy, max_running, most_logits)
+        self.clock = clock or RealClock()
+        self.audited = audited
+        self.block_bytes = block_bytes
+        self.counters = Counters()
+        self.requests: dict[int, Request] = {}  # in flight, by number
+        self._owners: dict[int, Request] = {}  # by sequence number
+        self._sequences = 0
+        self._peak = 0
+        self._aborts: deque[Request] = deque()
+
+    # ---- requests --------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Take a request that intake has found able to run."""
+        self.requests[request.number] = request
+        self.counters.prompt_tokens += len(request.prompt)
+        sequence = self._branch(request, 0, request.prompt[:])
+        self.scheduler.add(sequence)
+
+    def abort(self, request: Request) -> None:
+        """End a request now; call between steps.  Its blocks are back when this returns."""
+        if request.finished:
+            return
+        for sequence in request.branches:
+            if sequence.state is not State.FINISHED:
+                self._end(request, sequence, "abort")
+        self.counters.aborted += 1
+        self._close(request)
+
+    @property
+    def busy(self) -> bool:
+        return not self.scheduler.idle
+
+    def _branch(self, request: Request, index: int, tokens: array[int]) -> Sequence:
+        self._sequences += 1
+        sequence = request.branch(self._sequences, index, tokens)
+        request.readers.append(Reader(self.tokenizer, request.params))
+        self._owners[sequence.number] = request
+        return sequence
+
+    # ---- one step --------------------------------------------------------------------------------------------------
+
+    def step(self) -> int:
+        """Run one step; returns how many tokens it computed, 0 if there is nothing to do."""
+        if self.scheduler.idle:
+            return 0
+        began = self.clock.now()
+        decision = self.scheduler.decide(began, self.budget.tokens)
+        plan = self.scheduler.commit(decision, self.counters.steps, self._draws)
+        if not plan.rows:
+            raise RuntimeError(f"a step without progress: {self.scheduler.running} run, {self.scheduler.waiting} wait")
+        result = self.executor.run(plan)
+        self._count(plan.tokens)
+        now = self.clock.now()
+        for (sequence, start, stop), row, outcome in zip(decision.rows, plan.rows, result.rows, strict=True):
+            self._fold(sequence, start, stop, row, outcome, now)
+        if self.audited:
+            audit(self.kv)
+        elapsed = self.clock.now() - began
+        self.counters.step_seconds += elapsed
+        self.budget.measured(plan.tokens, elapsed)
+        self._log(decision)
+        return plan.tokens
+
+    def _draws(self, sequence: Sequence) -> tuple[Draw, ...]:
+        return draws(sequence, self._owners[sequence.number].rules)
+
+    def _fold(self, sequence: Sequence, start: int, stop: int, row: Row, outcome: RowResult, now: float) -> None:
+        request = self._owners[sequence.number]
+        if sequence.state is State.FINISHED:  # its request failed by another branch of this very step
+            return
+        if outcome.error is not None:
+            self._fail(request, outcome.error)
+            return
+        sequence.computed = stop
+        self.kv.publish(sequence, stop)
+        self.kv.slide(sequence.number, stop)
+        if outcome.scores:
+            request.add_scores(start, outcome.scores)
+        if stop < len(sequence.tokens):
+            return
+        if not row.draws:  # a request that is only scored
+            self._end(request, sequence, "length")
+            self._settle(request)
+            return
+        if request.first_token is None:
+            request.first_token = now
+            self.counters.cached_tokens += request.cached
+        branches = self._fork(request, sequence, len(outcome.tokens))
+        for branch, token, logprobs in zip(branches, outcome.tokens, outcome.logprobs, strict=True):
+            self._accept(request, branch, token, logprobs)
+        self._settle(request)
+
+    def _fork(self, request: Request, sequence: Sequence, count: int) -> list[Sequence]:
+        """The sequence and the branches that start here, on the same blocks."""
+        out = [sequence]
+        for index in range(sequence.branch + 1, sequence.branch + count):
+            child = self._branch(request, index, sequence.tokens[:])
+            self.scheduler.add_fork(sequence, child)
+            out.append(child)
+        sequence.forks = 0
+        return out
+
+    def _accept(self, request: Request, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
+        """Append a drawn token and see whether it ends the branch."""
+        params = request.params
+        sequence.tokens.append(token)
+        self.counters.generated_tokens += 1
+        reader = request.readers[sequence.branch]
+        if logprobs is not None:
+            reader.logprobs.append(logprobs)
+        count = len(sequence.tokens) - sequence.prompt_length
+        reason = self._ended_by_token(request, sequence, token, count)
+        text, stop = "", None
+        # The text of a token that ends the output is no part of it, unless asked for.
+        if reason is None or params.include_stop_str_in_output:
+            text, stop = reader.push(token, count)
+        if reason is None and stop is not None:
+            reason, sequence.stop_reason = "stop", stop
+        elif reason is None and len(sequence.tokens) >= sequence.limit:
+            reason = "length"
+        if reason is None:
+            self._tell(request, sequence, (token,), text, logprobs)
+            return
+        if stop is None:
+            text += reader.flush(count)
+        self._end(request, sequence, reason, (token,), text, logprobs)
+
+    def _ended_by_token(self, request: Request, sequence: Sequence, token: int, count: int) -> str | None:
+        """ "stop" if the token is an end of the model's or of the request's."""
+        params = request.params
+        if count < params.min_tokens:
+            return None
+        if token in self.eos_ids and not params.ignore_eos:
+            return "stop"
+        if token in params.stop_token_ids:
+            sequence.stop_reason = token
+            return "stop"
+        return None
+
+    # ---- endings ---------------------------------------------------------------------------------------------------
+
+    def _end(
+        self,
+        request: Request,
+        sequence: Sequence,
+        reason: str,
+        tokens: tuple[int, ...] = (),
+        text: str = "",
+        logprobs: TokenLogprobs | None = None,
+    ) -> None:
+        self.scheduler.remove(sequence)
+        del self._owners[sequence.number]
+        sequence.finish_reason = reason
+        if reason in ("abort", "error"):
+            count = len(sequence.tokens) - sequence.prompt_length
+            text += request.readers[sequence.branch].flush(count)
+        self._tell(request, sequence, tokens, text, logprobs)
+
+    def _fail(self, request: Request, error: str) -> None:
+        log.error("request %s failed: %s", request.id, error)
+        request.error = error
+        for sequence in request.branches:
+            if sequence.state is not State.FINISHED:
+                self._end(request, sequence, "error")
+        self.counters.failed += 1
+        self._close(request)
+
+    def _settle(self, request: Request) -> None:
+        if request.done and not request.finished:
+            self.counters.finished += 1
+            self._close(request)
+
+    def _close(self, request: Request) -> None:
+        request.finished = True
+        del self.requests[request.number]
+        if request.sink is not None:
+            request.sink(Finished(request.id, request.error))
+
+    def _tell(
+        self,
+        request: Request,
+        sequence: Sequence,
+        tokens: tuple[int, ...],
+        text: str,
+        logprobs: TokenLogprobs | None,
+    ) -> None:
+        if request.sink is None:
+            return
+        entries = (logprobs,) if logprobs is not None else ()
+        request.sink(
+            Delta(request.id, sequence.branch, tokens, text, entries, sequence.finish_reason, sequence.stop_reason)
+        )
+
+    # ---- counting --------------------------------------------------------------------------------------------------
+
+    def _count(self, tokens: int) -> None:
+        c = self.counters
+        c.steps += 1
+        c.computed_tokens += tokens
+        c.sequence_steps += len(self.scheduler.running)
+        c.preemptions = self.scheduler.preemptions
+        c.copies, c.evictions = self.kv.copies, self.kv.evictions
+        used = self.kv.pool.size - self.kv.pool.free
+        self._peak = max(self._peak, used)
+
+    def _log(self, decision: Decision) -> None:
+        for sequence in self.scheduler.running:
+            self.counters.covered_slots += self.kv.covered(sequence.number)
+            self.counters.token_slots += sequence.computed
+        if decision.victims and log.isEnabledFor(logging.DEBUG):
+            log.debug("preempted %s", [s.number for s in decision.victims])
+
+    def stats(self) -> Stats:
+        pool = self.kv.pool
+        return Stats(
+            counters=replace(self.counters),
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            blocks=pool.size,
+            block_size=self.kv.block_size,
+            block_bytes=self.block_bytes,
+            blocks_used=pool.size - pool.free,
+            blocks_cached=pool.cached,
+            blocks_free=pool.free - pool.cached,
+            blocks_peak=self._peak,
+            token_budget=self.budget.tokens,
+        )

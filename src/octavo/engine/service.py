@@ -1,0 +1,254 @@
+"""The engine in a thread of its own, and the bridge to asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
+
+from octavo.config import EngineConfig
+from octavo.core.events import Delta, Finished
+from octavo.core.params import SamplingParams
+from octavo.core.request import Request
+from octavo.engine.build import Parts, build
+from octavo.engine.engine import Engine
+from octavo.engine.intake import Prompt
+from octavo.engine.outputs import Growing, RequestOutput, request_output
+from octavo.engine.stats import Stats
+from octavo.errors import EngineError
+
+log = logging.getLogger("octavo.engine")
+
+Event = Delta | Finished
+
+
+class Service:
+    """Owns: the thread that steps the engine, and the orders that other threads have for it.
+
+    Promises: orders are carried out between steps, in the order in which they came; if the step loop itself fails,
+    every request in flight ends with an error and later ones are refused.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.error: BaseException | None = None
+        self._orders: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread = threading.Thread(target=self._loop, name="octavo-engine", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        self._order(lambda: self.engine.add(request))
+
+    def abort(self, request: Request) -> None:
+        self._order(lambda: self.engine.abort(request))
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Run ``work`` between two steps and wait for its result."""
+        done = threading.Event()
+        result: list[Any] = []
+
+        def run() -> None:
+            try:
+                result.append(work())
+            except BaseException as error:  # handed to the caller
+                result.extend((None, error))
+            done.set()
+
+        self._order(run)
+        done.wait()
+        if len(result) > 1:
+            raise result[1]
+        return result[0]
+
+    def close(self) -> None:
+        """Abort what runs, end the thread."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _order(self, work: Callable[[], None]) -> None:
+        with self._wake:
+            if self._closing or self.error is not None:
+                raise EngineError("the engine is closed" if self.error is None else f"the engine failed: {self.error}")
+            self._orders.append(work)
+            self._wake.notify()
+
+    def _loop(self) -> None:
+        try:
+            while self._take_orders():
+                self.engine.step()
+        except BaseException as error:
+            log.exception("the step loop failed")
+            with self._wake:
+                self.error = error
+        finally:
+            self._end_all()
+
+    def _take_orders(self) -> bool:
+        """Carry out what was ordered; wait while there is nothing to do.  False when closing."""
+        while True:
+            with self._wake:
+                while not self._orders and not self._closing and not self.engine.busy:
+                    self._wake.wait()
+                if self._closing:
+                    return False
+                orders, self._orders = self._orders, deque()
+            for work in orders:
+                work()
+            if self.engine.busy:
+                return True
+
+    def _end_all(self) -> None:
+        with self._wake:
+            self._closing = True
+            orders, self._orders = self._orders, deque()
+        for work in orders:  # a submit still gets its final event
+            work()
+        for request in list(self.engine.requests.values()):
+            if self.error is not None:
+                request.error = f"the engine failed: {self.error}"
+            try:
+                self.engine.abort(request)
+            except Exception:  # the engine's own state may be what failed; the client must hear all the same
+                if request.sink is not None and not request.finished:
+                    request.finished = True
+                    request.sink(Finished(request.id, request.error or "the engine failed"))
+
+
+class AsyncLLM:
+    """The engine for asyncio: requests from any task join the running batch at once.
+
+    Same arguments as :class:`octavo.LLM`.  ``generate`` gives results as they grow, ``stream`` only what is new;
+    leaving the loop, cancelling the task or :meth:`abort` ends a request within a step.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self._parts: Parts = build(str(model), EngineConfig.of(**settings))
+        self._service = Service(self._parts.engine)
+        self._requests: dict[str, Request] = {}
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: str = "",
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[Delta]:
+        """New tokens and text of each branch as they come; raises EngineError if the engine fails on the request."""
+        async for _, event in self._events(prompt, params, request_id, priority, user, cache_salt):
+            if isinstance(event, Delta):
+                yield event
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        user: str = "",
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """The result so far, whenever it has grown; the last one has ``finished`` set."""
+        growing: Growing | None = None
+        async for request, event in self._events(prompt, params, request_id, priority, user, cache_salt):
+            if isinstance(event, Finished):
+                yield request_output(request)
+            else:
+                growing = growing or Growing(request)
+                yield growing.add(event)
+
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> AsyncIterator[Delta]:
+        """Like ``stream``, for a conversation."""
+        text = self._parts.template.render(messages, add_generation_prompt=True, **dict(chat_template_kwargs or {}))
+        tokens = self._parts.tokenizer.encode(text, add_special=False)
+        async for delta in self.stream(tokens, params, **options):
+            yield delta
+
+    async def _events(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: str | None,
+        priority: int,
+        user: str,
+        cache_salt: str | None,
+    ) -> AsyncIterator[tuple[Request, Event]]:
+        loop = asyncio.get_running_loop()
+        queue: asyncio.Queue[Event] = asyncio.Queue()
+
+        def sink(event: Event) -> None:
+            try:
+                loop.call_soon_threadsafe(queue.put_nowait, event)
+            except RuntimeError:  # the reader's loop is closed: nobody listens any more
+                pass
+
+        request = self._parts.intake.request(
+            prompt, params, id=request_id, priority=priority, user=user, cache_salt=cache_salt, sink=sink
+        )
+        self._service.submit(request)
+        self._requests[request.id] = request
+        try:
+            while True:
+                event = await queue.get()
+                if isinstance(event, Finished) and event.error is not None:
+                    raise EngineError(f"request {request.id}: {event.error}")
+                yield request, event
+                if isinstance(event, Finished):
+                    return
+        finally:
+            self._requests.pop(request.id, None)
+            if not request.finished:
+                self._abort(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its stream ends with finish_reason "abort".  Unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._abort(request)
+
+    def _abort(self, request: Request) -> None:
+        try:
+            self._service.abort(request)
+        except EngineError:
+            pass  # closed: everything has been ended already
+
+    @property
+    def tokenizer(self) -> Any:
+        return self._parts.tokenizer
+
+    def stats(self) -> Stats:
+        return self._parts.engine.stats()
+
+    def close(self) -> None:
+        """End every request and the engine's thread, give back the memory."""
+        self._service.close()
+        self._parts.engine.executor.close()
+
+    def __enter__(self) -> AsyncLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self.close)

@@ -1,0 +1,66 @@
+"""Counters and gauges of an engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Counters:
+    """Owns: what has happened since the start.  Promises: never falls."""
+
+    steps: int = 0
+    prompt_tokens: int = 0  # of admitted requests
+    computed_tokens: int = 0  # tokens that went through the model, recomputed ones included
+    generated_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    finished: int = 0
+    aborted: int = 0
+    failed: int = 0
+    preemptions: int = 0
+    copies: int = 0
+    evictions: int = 0
+    step_seconds: float = 0.0
+    covered_slots: int = 0  # sum over steps: slots of the blocks that running sequences hold
+    token_slots: int = 0  # sum over steps: of those, slots that hold a token
+    sequence_steps: int = 0  # sum over steps: running sequences
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot: counters since start, and gauges of now.
+
+    ``blocks_used`` + ``blocks_cached`` + ``blocks_free`` = ``blocks``: held by a sequence; free but still holding a
+    prefix that can be hit; free and empty.  ``waste`` is the mean share of held slots without a token.
+    """
+
+    counters: Counters
+    running: int
+    waiting: int
+    blocks: int
+    block_size: int
+    block_bytes: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_free: int
+    blocks_peak: int
+    token_budget: int
+    extra: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def waste(self) -> float:
+        c = self.counters
+        return 1 - c.token_slots / c.covered_slots if c.covered_slots else 0.0
+
+    @property
+    def mean_running(self) -> float:
+        return self.counters.sequence_steps / self.counters.steps if self.counters.steps else 0.0
+
+    def __str__(self) -> str:
+        c = self.counters
+        return (
+            f"{c.finished} requests finished, {c.generated_tokens} tokens generated in {c.steps} steps "
+            f"({self.mean_running:.1f} sequences a step); blocks {self.blocks_used} used, {self.blocks_cached} cached, "
+            f"{self.blocks_free} free of {self.blocks} (peak {self.blocks_peak}), waste {100 * self.waste:.1f} %; "
+            f"{c.cached_tokens} prompt tokens from cache, {c.preemptions} preemptions, {c.copies} blocks copied"
+        )

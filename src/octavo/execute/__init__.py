@@ -1,0 +1,1 @@
+"""Runs plans: weights, stores, a backend.  A function of (weights, stores, plan)."""

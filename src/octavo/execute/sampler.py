@@ -1,0 +1,115 @@
+"""From the logits of a step to its tokens and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from octavo.core.plan import Draw, Row, RowResult, TokenLogprobs
+from octavo.kernels.backend import Backend, SampleBatch, Sampled
+
+NOT_A_NUMBER = "the model's logits for this request are not numbers (NaN)"
+
+
+def draw_batch(draws: Sequence[tuple[int, Draw]], banned: np.ndarray) -> SampleBatch:
+    """(logits row, draw) pairs as arrays; ``banned`` ids (rows of the head that no token has) are banned for all."""
+    n = len(draws)
+
+    def column(name: str, dtype: type) -> np.ndarray:
+        return np.fromiter((getattr(d, name) for _, d in draws), dtype, n)
+
+    return SampleBatch(
+        row=np.fromiter((r for r, _ in draws), np.int32, n),
+        temperature=column("temperature", np.float32),
+        top_k=column("top_k", np.int32),
+        top_p=column("top_p", np.float32),
+        min_p=column("min_p", np.float32),
+        repetition=column("repetition", np.float32),
+        presence=column("presence", np.float32),
+        frequency=column("frequency", np.float32),
+        seed=column("seed", np.uint64),
+        branch=column("branch", np.int32),
+        position=column("position", np.int32),
+        logprobs=column("logprobs", np.int32),
+        bias=_bias(draws, banned),
+        history=_ragged([d.history for _, d in draws], np.int32),
+    )
+
+
+def _ragged(items: Sequence[Sequence[tuple[int, float]]], dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    offsets = np.zeros(len(items) + 1, np.int32)
+    np.cumsum([len(i) for i in items], out=offsets[1:])
+    total = int(offsets[-1])
+    if not total:
+        return offsets, np.empty(0, np.int32), np.empty(0, dtype)
+    ids = np.fromiter((k for i in items for k, _ in i), np.int32, total)
+    values = np.fromiter((v for i in items for _, v in i), dtype, total)
+    return offsets, ids, values
+
+
+def _bias(draws: Sequence[tuple[int, Draw]], banned: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    own = _ragged([d.bias for _, d in draws], np.float32)
+    if not len(banned):
+        return own
+    offsets, ids, values = own
+    at: np.ndarray = np.repeat(offsets[1:], len(banned))
+    return (
+        offsets + np.arange(len(draws) + 1, dtype=np.int32) * len(banned),
+        np.insert(ids, at, np.tile(banned, len(draws))),
+        np.insert(values, at, np.float32("-inf")),
+    )
+
+
+def results(backend: Backend, rows: Sequence[Row], logits: np.ndarray, banned: np.ndarray) -> tuple[RowResult, ...]:
+    """``logits`` [R, V] in the order of :func:`octavo.execute.inputs.batch`."""
+    draws: list[tuple[int, Draw]] = []
+    scored: list[tuple[int, int]] = []  # (row, first logits row)
+    at = 0
+    for r, row in enumerate(rows):
+        if row.targets:
+            scored.append((r, at))
+            at += len(row.targets)
+        if row.draws:
+            if len(row.targets) < len(row.tokens):
+                at += 1
+            draws += [(at - 1, draw) for draw in row.draws]
+    scores: dict[int, tuple[TokenLogprobs, ...] | None] = {r: _score(backend, rows[r], logits, a) for r, a in scored}
+    sampled = backend.sample(logits, draw_batch(draws, banned)) if draws else None
+    out, first = [], 0
+    for r, row in enumerate(rows):
+        stop = first + len(row.draws)
+        out.append(_row_result(row, sampled, first, stop, scores.get(r, ())))
+        first = stop
+    return tuple(out)
+
+
+def _score(backend: Backend, row: Row, logits: np.ndarray, at: int) -> tuple[TokenLogprobs, ...] | None:
+    n = len(row.targets)
+    part = np.ascontiguousarray(logits[at : at + n])
+    if np.isnan(part).any():
+        return None
+    scored = backend.score(part, np.frombuffer(row.targets, np.int32), row.score)
+    return tuple(_entry(scored, i, token, row.score) for i, token in enumerate(row.targets))
+
+
+def _entry(sampled: Sampled, i: int, token: int, k: int) -> TokenLogprobs:
+    best = tuple(zip(sampled.top_ids[i, :k].tolist(), sampled.top_logprobs[i, :k].tolist(), strict=True)) if k else ()
+    return TokenLogprobs(token, float(sampled.logprob[i]), int(sampled.rank[i]), best)
+
+
+def _row_result(
+    row: Row, sampled: Sampled | None, first: int, stop: int, scores: tuple[TokenLogprobs, ...] | None
+) -> RowResult:
+    if scores is None:
+        return RowResult(error=NOT_A_NUMBER)
+    if sampled is None or not row.draws:
+        return RowResult(scores=scores)
+    tokens = tuple(sampled.token[first:stop].tolist())
+    if min(tokens) < 0:
+        return RowResult(error=NOT_A_NUMBER)
+    logprobs = tuple(
+        _entry(sampled, first + j, tokens[j], draw.logprobs) if draw.logprobs >= 0 else None
+        for j, draw in enumerate(row.draws)
+    )
+    return RowResult(tokens, logprobs, scores)

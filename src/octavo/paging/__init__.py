@@ -1,0 +1,1 @@
+"""Who has which block.  Ids only: no bytes, no NumPy, no clock."""

@@ -1,0 +1,296 @@
+"""The only door to the blocks: match, need, attach, extend, fork, publish, slide, release."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from octavo.core.plan import DEVICE, Move, Place
+from octavo.core.sequence import Sequence
+from octavo.paging.pool import BlockPool
+from octavo.paging.prefix import Hash, Node, PrefixIndex, chain_hash
+from octavo.paging.table import HOLE, BlockTable
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A usable prefix hit: ``length`` tokens in all, of which the sequence had computed ``start`` before."""
+
+    start: int
+    length: int
+    nodes: tuple[Node, ...]  # the chain's nodes for blocks start/B .. length/B - 1
+
+
+class Holding:
+    """What one sequence holds: a table for each group, and where its chain of published blocks ends."""
+
+    __slots__ = ("tables", "node", "published", "closed")
+
+    def __init__(self, groups: int, root: Node) -> None:
+        self.tables = [BlockTable() for _ in range(groups)]
+        self.node = root
+        self.published = 0  # blocks of the chain that `node` closes
+        self.closed = False  # the chain met a colliding key: nothing further is published
+
+
+class KV:
+    """Owns: the pool, the tables, the prefix index.  Emits :class:`Move` s, never bytes.
+
+    Promises: a block is written only while one table names it and it has no content; content is published only for
+    tokens that are computed; a verb either does all of its work or raises before it changed anything.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int,
+        windows: Seq[int | None] = (None,),
+        prefix_cache: bool = True,
+        hash: Hash = chain_hash,
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, got {block_size}")
+        self.block_size = block_size
+        self.windows = tuple(windows)
+        self.groups = len(self.windows)
+        self.index = PrefixIndex(self.groups, hash)
+        self.pool = BlockPool(blocks, self._forgotten)
+        self.prefix_cache = prefix_cache
+        self.holdings: dict[int, Holding] = {}
+        self._keys: dict[int, list[bytes]] = {}
+        self.copies = 0  # copy-on-write copies so far
+        self.evictions = 0  # cached blocks whose content was given up
+
+    # ---- questions -------------------------------------------------------------------------------------------------
+
+    def blocks_for(self, length: int, chunk: int = 1) -> int:
+        """Most blocks that one sequence of ``length`` tokens holds at a time, computed ``chunk`` tokens a step."""
+        full = -(-length // self.block_size)
+        total = 0
+        for window in self.windows:
+            if window is None:
+                total += full
+            else:
+                # A step computing tokens [p, p+chunk) reads from p-window+1 on: that span, wherever it starts in a
+                # block, touches at most this many blocks.
+                span = window - 1 + chunk
+                total += min(full, (span + self.block_size - 2) // self.block_size + 1)
+        return total
+
+    def longest(self) -> int:
+        """Most tokens that one sequence can have in this pool, computed token by token."""
+        low, high = 0, self.pool.size * self.block_size
+        if self.blocks_for(high) <= self.pool.size:  # windows everywhere: no bound but the model's own
+            return 2**31 - 1 if None not in self.windows else high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.blocks_for(middle) <= self.pool.size else (low, middle)
+        return low
+
+    def tables(self, number: int) -> tuple[array[int], ...]:
+        """Copies of a sequence's tables, for a plan."""
+        return tuple(table.ids[:] for table in self.holdings[number].tables)
+
+    def covered(self, number: int) -> int:
+        """Token slots, computed or not, that the sequence's blocks cover."""
+        return len(self.holdings[number].tables[0]) * self.block_size
+
+    def keys(self, sequence: Sequence, blocks: int) -> list[bytes]:
+        """Chain keys of (at least) the sequence's first ``blocks`` full blocks."""
+        keys = self._keys.setdefault(sequence.number, [self.index.root(sequence.salt).key])
+        size = self.block_size
+        for b in range(len(keys) - 1, blocks):
+            keys.append(self.index.key(keys[b], sequence.tokens[b * size : (b + 1) * size]))
+        return keys
+
+    def match(self, sequence: Sequence) -> Match | None:
+        """The longest hit that goes beyond what is computed and leaves at least one token to compute.
+
+        In a windowed group only the blocks that the window still reaches are needed.
+        """
+        size = self.block_size
+        start = sequence.computed
+        most = (len(sequence.tokens) - 1) // size
+        if not self.prefix_cache or start % size or most <= start // size or sequence.scoring:
+            return None
+        holding = self.holdings.get(sequence.number)
+        if holding is None:
+            node, depth = self.index.root(sequence.salt), 0
+        elif holding.closed or holding.published * size != start:
+            return None
+        else:
+            node, depth = holding.node, holding.published
+        return self._walk(sequence, node, depth, most)
+
+    def _walk(self, sequence: Sequence, node: Node, depth: int, most: int) -> Match | None:
+        size, first = self.block_size, depth
+        keys = self.keys(sequence, depth + 1)
+        runs = [depth] * self.groups  # how many blocks up to here the group has in a row; its own ones count
+        nodes: list[Node] = []
+        best = 0
+        while depth < most:
+            if len(keys) <= depth + 1:
+                keys = self.keys(sequence, depth + 1)
+            found = self.index.find(node, keys[depth + 1], sequence.tokens[depth * size : (depth + 1) * size])
+            if found is None:
+                break
+            nodes.append(found)
+            node, depth = found, depth + 1
+            for g in range(self.groups):
+                runs[g] = runs[g] + 1 if found.blocks[g] >= 0 else 0
+            if any(w is None and runs[g] < depth for g, w in enumerate(self.windows)):
+                break
+            if all(
+                runs[g] >= depth - self._first_needed(w, depth * size)
+                for g, w in enumerate(self.windows)
+                if w is not None
+            ):
+                best = len(nodes)
+        if not best:
+            return None
+        return Match(first * size, (first + best) * size, tuple(nodes[:best]))
+
+    def _first_needed(self, window: int | None, position: int) -> int:
+        """The first logical block that the token at ``position`` reads."""
+        return 0 if window is None else max(0, position - window + 1) // self.block_size
+
+    def attached_blocks(self, match: Match) -> list[int]:
+        """The physical blocks that attaching a match would hold, group by group."""
+        size = self.block_size
+        out = []
+        for g, window in enumerate(self.windows):
+            need = max(self._first_needed(window, match.length), match.start // size)
+            out += [node.blocks[g] for node in match.nodes[need - match.start // size :]]
+        return out
+
+    def shared(self, block: int, count: int) -> bool:
+        """Whether a write to ``block``, held ``count`` times, must copy it first.
+
+        It must if another table holds it, or if it is published (a rewind may lead back into such a block).
+        """
+        return count > 1 or self.pool.content[block] is not None
+
+    # ---- verbs -----------------------------------------------------------------------------------------------------
+
+    def open(self, sequence: Sequence) -> None:
+        """An empty-handed sequence gets empty tables."""
+        if sequence.number in self.holdings:
+            raise RuntimeError(f"{sequence!r} holds blocks already")
+        root = self.index.root(sequence.salt)
+        root.pins += 1
+        self.holdings[sequence.number] = Holding(self.groups, root)
+
+    def attach(self, sequence: Sequence, match: Match) -> None:
+        """Name the blocks of a hit in the sequence's tables; it then has ``match.length`` computed tokens."""
+        holding = self.holdings[sequence.number]
+        first = match.start // self.block_size
+        for g, (window, table) in enumerate(zip(self.windows, holding.tables, strict=True)):
+            need = max(self._first_needed(window, match.length), first)
+            if need > first:  # the window is past what the table held so far
+                for block in reversed(table.live()):
+                    self.pool.drop(block)
+                table.ids = array("i", [HOLE]) * need
+                table.head = need
+            for node in match.nodes[need - first :]:
+                self.pool.hold(node.blocks[g])
+                table.ids.append(node.blocks[g])
+        self._move_pin(holding, match.nodes[-1])
+        holding.published = match.length // self.block_size
+
+    def extend(self, sequence: Sequence, start: int, stop: int) -> list[Move]:
+        """Make positions start..stop-1 writable: copy what is shared, append what is missing."""
+        holding = self.holdings[sequence.number]
+        logical = start // self.block_size
+        moves = []
+        for table in holding.tables:
+            if table.head <= logical < len(table):
+                block = table.ids[logical]
+                if self.shared(block, self.pool.counts[block]):
+                    fresh = self.pool.take()
+                    moves.append(Move(Place(DEVICE, block), Place(DEVICE, fresh)))
+                    self.pool.drop(block)
+                    table.ids[logical] = fresh
+                    self.copies += 1
+            for _ in range(len(table), -(-stop // self.block_size)):
+                table.ids.append(self.pool.take())
+        return moves
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child names all of the parent's blocks."""
+        source = self.holdings[parent.number]
+        self.open(child)
+        holding = self.holdings[child.number]
+        holding.tables = [table.copy() for table in source.tables]
+        for table in holding.tables:
+            for block in table.live():
+                self.pool.hold(block)
+        self._move_pin(holding, source.node)
+        holding.published = source.published
+        holding.closed = source.closed
+        if parent.number in self._keys:
+            self._keys[child.number] = self._keys[parent.number][: source.published + 1]
+
+    def publish(self, sequence: Sequence, stop: int) -> None:
+        """Full blocks below position ``stop``, all of them computed, become findable by content."""
+        if not self.prefix_cache:
+            return
+        holding = self.holdings[sequence.number]
+        size = self.block_size
+        while not holding.closed and (holding.published + 1) * size <= stop:
+            b = holding.published
+            keys = self.keys(sequence, b + 1)
+            node = self.index.add(holding.node, keys[b + 1], sequence.tokens[b * size : (b + 1) * size])
+            if node is None:
+                holding.closed = True
+                return
+            for g, table in enumerate(holding.tables):
+                # A block whose content somebody else published first stays this sequence's own, without a name.
+                if b >= table.head and node.blocks[g] < 0 and self.pool.content[table.ids[b]] is None:
+                    node.blocks[g] = table.ids[b]
+                    self.pool.name(table.ids[b], (node, g))
+            self._move_pin(holding, node)
+            holding.published += 1
+
+    def slide(self, number: int, computed: int) -> None:
+        """Free the head blocks that no window reaches from position ``computed`` on."""
+        for window, table in zip(self.windows, self.holdings[number].tables, strict=True):
+            if window is None:
+                continue
+            first = min(self._first_needed(window, computed), len(table))
+            for b in range(table.head, first):
+                self.pool.drop(table.ids[b])
+                table.ids[b] = HOLE
+            table.head = max(table.head, first)
+
+    def release(self, number: int) -> None:
+        """Give back every block; the tails first, so that a prefix outlives what hangs on it."""
+        holding = self.holdings.pop(number)
+        for table in holding.tables:
+            for block in reversed(table.live()):
+                self.pool.drop(block)
+        holding.node.pins -= 1
+        self.index.prune(holding.node)
+
+    def close(self, number: int) -> None:
+        """Forget a sequence that will not come back."""
+        if number in self.holdings:
+            self.release(number)
+        self._keys.pop(number, None)
+
+    def reset_cache(self) -> None:
+        """Forget all cached content; live sequences keep their blocks."""
+        for block in range(self.pool.size):
+            self.pool.forget(block)
+
+    def _move_pin(self, holding: Holding, node: Node) -> None:
+        node.pins += 1
+        old, holding.node = holding.node, node
+        old.pins -= 1
+        self.index.prune(old)
+
+    def _forgotten(self, block: int, content: tuple[Node, int]) -> None:
+        node, group = content
+        node.blocks[group] = -1
+        self.evictions += 1
+        self.index.prune(node)

@@ -1,0 +1,89 @@
+"""The prefix cache's index: chains of full blocks, found by hash and confirmed by tokens.
+
+Each full block of a sequence has a key, H(key of the block before, its tokens), that starts from the salt; so a key
+stands for a whole prefix at one depth.  A key leads to a :class:`Node`, and the node is believed only if its parent is
+the very node that the block before led to and its tokens are equal: a collision is a miss, never a wrong hit.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from hashlib import blake2b
+
+Hash = Callable[[bytes, bytes], bytes]
+
+
+def chain_hash(parent: bytes, tokens: bytes) -> bytes:
+    """128-bit BLAKE2b over the parent's key and the block's tokens (int32, native order)."""
+    return blake2b(tokens, digest_size=16, key=parent).digest()
+
+
+class Node:
+    """One full block of some prefix: where its K and V lie, for each layer group that still has them."""
+
+    __slots__ = ("key", "parent", "tokens", "blocks", "children", "pins")
+
+    def __init__(self, key: bytes, parent: Node | None, tokens: bytes, groups: int) -> None:
+        self.key = key
+        self.parent = parent
+        self.tokens = tokens
+        self.blocks: list[int] = [-1] * groups
+        self.children = 0
+        self.pins = 0  # live sequences whose next block would hang on this one
+
+
+class PrefixIndex:
+    """Owns: content key to block.
+
+    Promises: a node lives while a block, a child or a live sequence needs it; each block is named by one node at most
+    and knows it (``pool.content``).
+    """
+
+    def __init__(self, groups: int, hash: Hash = chain_hash) -> None:
+        self.groups = groups
+        self._hash = hash
+        self._nodes: dict[bytes, Node] = {}
+        self._roots: dict[bytes, Node] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def nodes(self) -> list[Node]:
+        return list(self._nodes.values())
+
+    def root(self, salt: bytes) -> Node:
+        """The start of every chain under a salt.  Salts are kept apart by the object, not by hash."""
+        node = self._roots.get(salt)
+        if node is None:
+            # The prefix keeps a salt's digest from ever being another kind of key with the same text.
+            node = Node(blake2b(b"salt:" + salt, digest_size=16).digest(), None, b"", self.groups)
+            self._roots[salt] = node
+        return node
+
+    def key(self, parent: bytes, tokens: array[int]) -> bytes:
+        return self._hash(parent, tokens.tobytes())
+
+    def find(self, parent: Node, key: bytes, tokens: array[int]) -> Node | None:
+        node = self._nodes.get(key)
+        if node is None or node.parent is not parent or node.tokens != tokens.tobytes():
+            return None
+        return node
+
+    def add(self, parent: Node, key: bytes, tokens: array[int]) -> Node | None:
+        """The node of this block, new or found; None if another prefix has the same key."""
+        node = self._nodes.get(key)
+        if node is None:
+            node = self._nodes[key] = Node(key, parent, tokens.tobytes(), self.groups)
+            parent.children += 1
+            return node
+        return self.find(parent, key, tokens)
+
+    def prune(self, node: Node | None) -> None:
+        """Remove a node that nothing needs any more, and its ancestors if it was the last to need them."""
+        while node is not None and node.parent is not None:
+            if node.children or node.pins or any(b >= 0 for b in node.blocks):
+                return
+            del self._nodes[node.key]
+            node.parent.children -= 1
+            node = node.parent

@@ -1,0 +1,1 @@
+"""What runs next.  No arrays, no clock, no sets: time is passed in as ``now``."""

@@ -1,0 +1,341 @@
+"""Decides what the next step computes, then commits it to blocks.
+
+There are no phases: a sequence has ``len(tokens) - computed`` tokens to compute, one while it decodes, more while it
+reads its prompt or comes back after preemption.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from octavo.core.plan import Draw, Move, Plan, Row
+from octavo.core.sequence import Sequence, State
+from octavo.paging.draft import Draft
+from octavo.paging.kv import KV, Match
+from octavo.schedule.policies import FIRST_COME, Policy
+
+Draws = Callable[[Sequence], tuple[Draw, ...]]
+NO_TOKENS: array[int] = array("i")
+
+
+@dataclass(slots=True)
+class Decision:
+    """What a step will do, in counts and names only; nothing has changed yet."""
+
+    victims: list[Sequence] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    attached: list[tuple[Sequence, Match]] = field(default_factory=list)
+    rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # sequence, first position, end position
+    deferred: int = 0  # sequences that wait for a block which another row computes in this step
+
+
+class Scheduler:
+    """Owns: the running and the waiting sequences, and the policy that orders them.
+
+    Promises: ``decide`` is pure; ``commit`` cannot fail; the best-ranked unfinished sequence is in every step; memory
+    is taken from the worst rank and never from a sequence that this step serves; no plan is undone.
+    """
+
+    def __init__(
+        self,
+        kv: KV,
+        policy: Policy = FIRST_COME,
+        max_running: int = 256,
+        most_logits: int = 1024,
+    ) -> None:
+        self.kv = kv
+        self.policy = policy
+        self.max_running = max_running
+        self.most_logits = most_logits  # logits rows of a scoring chunk
+        self.running: list[Sequence] = []
+        self.waiting: list[Sequence] = []
+        self.preemptions = 0
+
+    # ---- queues ----------------------------------------------------------------------------------------------------
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda s: self.policy.rank(s, 0.0))
+
+    def add_fork(self, parent: Sequence, child: Sequence) -> None:
+        """A branch starts from its parent's blocks; or empty-handed, when as many run as may."""
+        if parent.state is State.RUNNING and len(self.running) < self.max_running:
+            self.kv.fork(parent, child)
+            child.become(State.RUNNING)
+            child.computed = parent.computed
+            insort(self.running, child, key=lambda s: self.policy.rank(s, 0.0))
+        else:
+            self.add(child)
+
+    def remove(self, sequence: Sequence) -> None:
+        """A sequence finished, failed or was aborted: its blocks go back at once."""
+        (self.running if sequence.state is State.RUNNING else self.waiting).remove(sequence)
+        sequence.become(State.FINISHED)
+        self.kv.close(sequence.number)
+
+    @property
+    def idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    # ---- deciding --------------------------------------------------------------------------------------------------
+
+    def decide(self, now: float, budget: int) -> Decision:
+        return _Round(self, now, budget).decide()
+
+    # ---- committing ------------------------------------------------------------------------------------------------
+
+    def commit(self, decision: Decision, step: int, draws: Draws) -> Plan:
+        """Releases, then attaches, then extends, each in the order of the decision; the draft has counted it all."""
+        kv = self.kv
+        for victim in decision.victims:
+            self._preempt(victim)
+        for sequence in decision.admitted:
+            kv.open(sequence)
+            sequence.become(State.RUNNING)
+            self.waiting.remove(sequence)
+            insort(self.running, sequence, key=lambda s: self.policy.rank(s, 0.0))
+        for sequence, match in decision.attached:
+            kv.attach(sequence, match)
+            if sequence.cached is None:
+                sequence.cached = 0
+            if not sequence.preemptions:  # blocks that it computed itself before are no hits
+                sequence.cached += match.length - match.start
+            sequence.computed = match.length
+        moves: list[Move] = []
+        rows = []
+        for sequence, start, stop in decision.rows:
+            moves += kv.extend(sequence, start, stop)
+            if sequence.cached is None:
+                sequence.cached = 0
+            sequence.served = step
+            rows.append(self._row(sequence, start, stop, draws))
+        return Plan(step, tuple(moves), tuple(rows))
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.running.remove(victim)
+        self.kv.release(victim.number)
+        victim.become(State.WAITING)
+        victim.preemptions += 1
+        self.preemptions += 1
+        self.add(victim)
+
+    def _row(self, sequence: Sequence, start: int, stop: int, draws: Draws) -> Row:
+        tokens = sequence.tokens
+        last = stop == len(tokens)
+        targets, score = NO_TOKENS, -1
+        if sequence.scoring:
+            targets = tokens[start + 1 : min(stop + 1, sequence.prompt_length)]
+            score = sequence.params.prompt_logprobs or 0
+        return Row(
+            sequence.number,
+            start,
+            tokens[start:stop],
+            self.kv.tables(sequence.number),
+            draws(sequence) if last else (),
+            targets,
+            score,
+        )
+
+
+class _Round:
+    """One decision in the making: a cursor over all sequences by rank, and a draft of the counts."""
+
+    def __init__(self, scheduler: Scheduler, now: float, budget: int) -> None:
+        self.scheduler = scheduler
+        self.kv = scheduler.kv
+        self.draft = Draft(scheduler.kv)
+        self.decision = Decision()
+        rank = scheduler.policy.rank
+        self.ranked = sorted(((rank(s, now), s) for s in scheduler.running), key=lambda pair: pair[0])
+        self.rank = lambda s: rank(s, now)
+        self.running = [s for _, s in self.ranked]
+        self.next = 0  # cursor into `running`: served or skipped before it
+        self.end = len(self.running)  # victims have been taken from here on
+        self.left = budget
+        self.computing: dict[bytes, bool] = {}  # keys of the blocks that this step's rows compute
+        self.promised = 0  # blocks that admitted prompts will still need
+        self.decoding = sum(s.pending == 1 for s in self.running)  # decodes at or after the cursor
+        self.resting = self._resting(budget)
+
+    def _resting(self, budget: int) -> dict[int, bool]:
+        """When there are more decodes than budget, those served last sit this one out; the best-ranked never does."""
+        if self.decoding <= budget:
+            return {}
+        decoding = [s for s in self.running if s.pending == 1]
+        first = self.running[0].number
+        decoding.sort(key=lambda s: (s.number != first, s.served))
+        keep = budget if self.running[0].pending == 1 else budget - 1
+        return {s.number: True for s in decoding[keep:]}
+
+    def decide(self) -> Decision:
+        """Walk running and waiting sequences merged by rank."""
+        queue = self.scheduler.waiting
+        waiting = 0
+        open_ = True  # admission closes at the first sequence that does not fit: nobody overtakes it
+        while self.next < self.end or (open_ and waiting < len(queue)):
+            if open_ and waiting < len(queue):
+                if self.next >= self.end or self.rank(queue[waiting]) < self.ranked[self.next][0]:
+                    open_ = self._admit(queue[waiting])
+                    waiting += 1
+                    continue
+            sequence = self.running[self.next]
+            self.next += 1
+            if sequence.pending == 1:
+                self.decoding -= 1
+            self._continue(sequence)
+        return self.decision
+
+    # ---- running sequences -----------------------------------------------------------------------------------------
+
+    def _continue(self, sequence: Sequence) -> None:
+        if sequence.number in self.resting or not self._room():
+            return
+        match = self.kv.match(sequence) if sequence.pending > 1 else None
+        if match is not None and self.draft.attach_cost(match) > self.draft.free:
+            match = None
+        start = match.length if match else sequence.computed
+        if self._computed_elsewhere(sequence, start):
+            self.decision.deferred += 1
+            return
+        limit = self._limit(sequence, start)
+        if limit <= start:
+            return
+        attached = 0
+        if match is not None:
+            self.draft.attach(match)
+            self.decision.attached.append((sequence, match))
+            attached = match.length // self.kv.block_size
+        stop = self._fitting(sequence, start, limit, attached)
+        while stop <= start and self._take_victim():
+            stop = self._fitting(sequence, start, limit, attached)
+        if stop > start:
+            self._serve(sequence, start, stop, attached)
+
+    def _room(self) -> bool:
+        """Whether budget is left; the first row of a step always has it."""
+        return self.left > 0 or not self.decision.rows
+
+    def _limit(self, sequence: Sequence, start: int) -> int:
+        """The furthest end that the token budget allows; decodes behind the cursor keep their token."""
+        stop = len(sequence.tokens)
+        if stop - start == 1:
+            return stop
+        share = self.left - self.decoding
+        if not self.decision.rows:
+            share = max(share, 1)
+        if sequence.scoring:
+            share = min(share, self.scheduler.most_logits)
+        return min(stop, start + share)
+
+    def _fitting(self, sequence: Sequence, start: int, limit: int, attached: int) -> int:
+        """The furthest end up to ``limit`` that the free blocks allow; ``start`` if nothing fits."""
+        cost = self.draft.extend_cost(sequence, start, limit, attached)
+        if cost <= self.draft.free:
+            return limit
+        # Whole blocks that still fit, the same number in each group, after a possible copy of the tail.
+        size, groups = self.kv.block_size, self.kv.groups
+        missing = -(-(cost - self.draft.free) // groups)
+        stop = (-(-limit // size) - missing) * size
+        if stop > start and self.draft.extend_cost(sequence, start, stop, attached) <= self.draft.free:
+            return stop
+        return start
+
+    def _take_victim(self) -> bool:
+        """Preempt the worst-ranked running sequence behind the cursor; False if there is none."""
+        if self.end <= self.next:
+            return False
+        self.end -= 1
+        victim = self.running[self.end]
+        if victim.pending == 1:
+            self.decoding -= 1
+        self.draft.release(victim)
+        self.decision.victims.append(victim)
+        return True
+
+    def _serve(self, sequence: Sequence, start: int, stop: int, attached: int) -> None:
+        self.draft.extend(sequence, start, stop, attached)
+        self.left -= stop - start
+        self.decision.rows.append((sequence, start, stop))
+        length = len(sequence.tokens)
+        if length - start > 1:
+            self._note_computing(sequence, start, stop)
+        if stop < length:
+            self.promised += max(0, self.kv.blocks_for(length, 1) - self.kv.blocks_for(stop, 1))
+
+    # ---- prefixes that another row computes ------------------------------------------------------------------------
+
+    def _computed_elsewhere(self, sequence: Sequence, start: int) -> bool:
+        """Whether the block at ``start`` is being computed by a row of this step, to be hit in the next one."""
+        size = self.kv.block_size
+        b = start // size
+        if start % size or not self.computing or sequence.scoring or not self.kv.prefix_cache:
+            return False
+        if (b + 1) * size >= len(sequence.tokens):  # a hit has to leave one token to compute
+            return False
+        return self.kv.keys(sequence, b + 1)[b + 1] in self.computing
+
+    def _note_computing(self, sequence: Sequence, start: int, stop: int) -> None:
+        size = self.kv.block_size
+        full = len(sequence.tokens) // size
+        last = min(full, -(-stop // size))
+        keys = self.kv.keys(sequence, last)
+        for b in range(start // size, last):
+            self.computing[keys[b + 1]] = True
+
+    # ---- waiting sequences -----------------------------------------------------------------------------------------
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Give a waiting sequence its first row if it fits.  False closes admission for this step."""
+        running = self.end + len(self.decision.admitted) + self.decision.deferred
+        if running >= self.scheduler.max_running and not self._outranks_victim(sequence):
+            return False
+        if not self._room() or (self.decision.rows and self.left <= self.decoding):
+            return False
+        match = self.kv.match(sequence)
+        start = match.length if match else 0
+        if self._computed_elsewhere(sequence, start):
+            self.decision.deferred += 1
+            return True
+        while not self._admissible(sequence, match) or self.end + len(self.decision.admitted) >= (
+            self.scheduler.max_running
+        ):
+            if not (self._outranks_victim(sequence) and self._take_victim()):
+                return False
+        attached = 0
+        if match is not None:
+            self.draft.attach(match)
+            attached = match.length // self.kv.block_size
+        stop = self._fitting(sequence, start, self._limit(sequence, start), attached)
+        if stop <= start:
+            raise RuntimeError(f"{sequence!r} was found to fit but does not: {self.draft.free} blocks free")
+        self.decision.admitted.append(sequence)
+        if match is not None:
+            self.decision.attached.append((sequence, match))
+        self._serve(sequence, start, stop, attached)
+        return True
+
+    def _outranks_victim(self, sequence: Sequence) -> bool:
+        """Whether the sequence may push out the worst running one behind the cursor."""
+        if self.end <= self.next:
+            return False
+        if not self.decision.rows and self.next == 0:
+            return True  # the best-ranked of all
+        level = self.scheduler.policy.level
+        return level(sequence) < level(self.running[self.end - 1])
+
+    def _admissible(self, sequence: Sequence, match: Match | None) -> bool:
+        """Whether all its known tokens fit beside a spare block for each that runs; alone, whether a token fits."""
+        kv = self.kv
+        alone = self.end == 0 and not self.decision.admitted
+        start = match.length if match else 0
+        hit = self.draft.attach_cost(match) if match else 0
+        if alone:
+            stop = min(len(sequence.tokens), (start // kv.block_size + 1) * kv.block_size)
+            return hit + self.draft.extend_cost(sequence, start, stop, start // kv.block_size) <= self.draft.free
+        length = len(sequence.tokens)
+        fresh = max(0, kv.blocks_for(length, 1) - (kv.blocks_for(start, 1) if start else 0))
+        first = self.draft.extend_cost(sequence, start, min(length, start + kv.block_size), start // kv.block_size)
+        spare = kv.groups * (self.end + len(self.decision.admitted))
+        return hit + max(fresh, first) + spare + self.promised <= self.draft.free

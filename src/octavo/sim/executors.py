@@ -1,0 +1,140 @@
+"""Executors that compute no model but check everything that a real one would read."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+
+from octavo.core.plan import DEVICE, Draw, Move, Plan, Row, RowResult, StepResult, TokenLogprobs
+
+Next = Callable[[Sequence[int], Draw], int]
+
+
+def mixed(prefix: Sequence[int], salt: int = 0) -> int:
+    """A 64-bit mix of a whole prefix: any token read wrong changes it."""
+    h = 0xCBF29CE484222325 ^ salt
+    for token in prefix:
+        h = ((h ^ (token & 0xFFFFFFFF)) * 0x100000001B3) & 0xFFFFFFFFFFFFFFFF
+        h ^= h >> 29
+    return h
+
+
+def prefix_hash(vocab: int, reach: int | None = None) -> Next:
+    """A next token that depends on every token of the prefix (the last ``reach`` ones, where windows forget the rest),
+    and on seed and branch when not greedy."""
+
+    def choose(prefix: Sequence[int], draw: Draw) -> int:
+        salt = 0 if draw.temperature == 0 else mixed((draw.seed & 0x7FFFFFFF, draw.branch))
+        banned = {t for t, b in draw.bias if b == float("-inf")}
+        token = mixed(prefix[-reach:] if reach else prefix, salt) % vocab
+        while token in banned:
+            token = (token + 1) % vocab
+        return token
+
+    return choose
+
+
+def script(answers: Mapping[tuple[int, ...], Sequence[int]], end: int = 0) -> Next:
+    """Next tokens read from a script for each prompt; ``end`` when it has run out.
+
+    A banned token (``min_tokens`` holding back an end, say) is passed over for the next one of the script.
+    """
+
+    def choose(prefix: Sequence[int], draw: Draw) -> int:
+        key = tuple(prefix)
+        for prompt, answer in answers.items():
+            n = len(prompt)
+            if key[:n] == prompt:
+                banned = {t for t, b in draw.bias if b == float("-inf")}
+                rest = [t for t in answer[len(key) - n :] if t not in banned]
+                return rest[0] if rest else end
+        raise KeyError(f"no script for a prompt that begins {key[:8]}")
+
+    return choose
+
+
+class ScriptedExecutor:
+    """Owns: the token ids that "K and V" hold, slot by slot, in place of bytes.
+
+    Promises: a row reads its prefix out of the blocks that its tables name, and fails if a slot was never written or
+    if layer groups disagree, so that wrong tables, early publishing and lost copies show as errors.
+    """
+
+    def __init__(
+        self,
+        blocks: int,
+        block_size: int,
+        choose: Next,
+        windows: Sequence[int | None] = (None,),
+        fail: Callable[[Row], str | None] = lambda row: None,
+    ) -> None:
+        self.block_size = block_size
+        self.windows = tuple(windows)
+        self._choose = choose
+        self._fail = fail
+        self._slots: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(blocks)]
+        self.plans: list[Plan] = []
+
+    def run(self, plan: Plan) -> StepResult:
+        self.plans.append(plan)
+        for move in plan.moves:
+            self._move(move)
+        written: dict[tuple[int, int], int] = {}
+        for row in plan.rows:
+            self._write(row, written)
+        return StepResult(plan.step, tuple(self._row(row) for row in plan.rows))
+
+    def close(self) -> None:
+        self._slots = []
+
+    def _move(self, move: Move) -> None:
+        if move.source.tier != DEVICE or move.target.tier != DEVICE:
+            raise ValueError("one tier only")
+        self._slots[move.target.slot] = list(self._slots[move.source.slot])
+
+    def _write(self, row: Row, written: dict[tuple[int, int], int]) -> None:
+        for table in row.tables:
+            for i, token in enumerate(row.tokens):
+                position = row.start + i
+                block, slot = table[position // self.block_size], position % self.block_size
+                if written.setdefault((block, slot), row.sequence) != row.sequence:
+                    raise AssertionError(f"two rows of step write slot {slot} of block {block}")
+                self._slots[block][slot] = (position, token)
+
+    def _row(self, row: Row) -> RowResult:
+        error = self._fail(row)
+        if error:
+            return RowResult(error=error)
+        last = row.start + len(row.tokens) - 1
+        prefix = self._prefix(row, last)
+        tokens = tuple(self._choose(prefix, draw) for draw in row.draws)
+        logprobs = tuple(
+            TokenLogprobs(t, -(mixed(prefix) % 1000) / 100, 1, ((t, 0.0),) * draw.logprobs)
+            if draw.logprobs >= 0
+            else None
+            for t, draw in zip(tokens, row.draws, strict=True)
+        )
+        scores = tuple(
+            TokenLogprobs(t, -(mixed(prefix[: row.start + i + 1]) % 1000) / 100, 1) for i, t in enumerate(row.targets)
+        )
+        return RowResult(tokens, logprobs, scores)
+
+    def _prefix(self, row: Row, last: int) -> Sequence[int]:
+        """Tokens 0..last as the blocks hold them; -1 where every group's window has slid on."""
+        found: array[int] = array("i")
+        for position in range(last + 1):
+            values = []
+            for window, table in zip(self.windows, row.tables, strict=True):
+                if window is not None and position <= last - window:
+                    continue
+                block = table[position // self.block_size]
+                if block < 0:
+                    raise AssertionError(f"sequence {row.sequence}: position {position} is needed but freed")
+                values.append(self._slots[block][position % self.block_size])
+            if not values:
+                found.append(-1)
+                continue
+            if values[0] is None or any(v != values[0] for v in values) or values[0][0] != position:
+                raise AssertionError(f"sequence {row.sequence}: position {position} holds {values}")
+            found.append(values[0][1])
+        return found
