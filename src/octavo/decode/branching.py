@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ class Rules:
     bad: tuple[tuple[int, ...], ...] = ()
 
 
-def banned_next(output: array[int], bad: Seq[tuple[int, ...]]) -> Iterator[int]:
+def banned_next(output: Seq[int], bad: Seq[tuple[int, ...]]) -> Iterator[int]:
     """Ids that would complete one of the ``bad`` sequences after ``output``."""
     for ids in bad:
         head = ids[:-1]

@@ -122,9 +122,9 @@ class Engine:
         return draws(sequence, self._owners[sequence.number].rules)
 
     def _fold(self, sequence: Sequence, start: int, stop: int, row: Row, outcome: RowResult, now: float) -> None:
-        request = self._owners[sequence.number]
         if sequence.state is State.FINISHED:  # its request failed by another branch of this very step
             return
+        request = self._owners[sequence.number]
         if outcome.error is not None:
             self._fail(request, outcome.error)
             return
@@ -136,7 +136,8 @@ class Engine:
         if stop < len(sequence.tokens):
             return
         if not row.draws:  # a request that is only scored
-            self._end(request, sequence, "length")
+            for branch in self._fork(request, sequence, sequence.forks + 1):
+                self._end(request, branch, "length")
             self._settle(request)
             return
         if request.first_token is None:

@@ -14,6 +14,21 @@ from octavo.errors import RequestError
 from octavo.text.badwords import token_sequences
 from octavo.text.tokenizer import Tokenizer
 
+RESERVED = ("messages", "tools", "conversation")
+
+
+def checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Keyword arguments for a chat template.  Raises RequestError unless they are named, and names of its own."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise RequestError("chat_template_kwargs must be a mapping of names to values", "chat_template_kwargs")
+    for name in options:
+        if not isinstance(name, str) or name in RESERVED:
+            raise RequestError(f"chat_template_kwargs: {name!r} cannot be set here", "chat_template_kwargs")
+    return dict(options)
+
+
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 

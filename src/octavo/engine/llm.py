@@ -12,7 +12,7 @@ from octavo.config import EngineConfig
 from octavo.core.params import SamplingParams
 from octavo.core.request import Request
 from octavo.engine.build import Parts, build
-from octavo.engine.intake import Prompt
+from octavo.engine.intake import Prompt, checked_options
 from octavo.engine.outputs import RequestOutput, request_output
 from octavo.engine.progress import Bar, load_bar
 from octavo.engine.stats import Stats
@@ -82,16 +82,16 @@ class LLM:
             raise RequestError("messages must be a list of messages, or a list of such lists", "messages")
         talks: list[Any] = [messages] if isinstance(messages[0], Mapping) else list(messages)
         every = _for_each("params", params, len(talks))
-        options = dict(chat_template_kwargs or {})
+        options = {"add_generation_prompt": add_generation_prompt, **checked_options(chat_template_kwargs)}
         requests = []
         for talk, own in zip(talks, every, strict=True):
-            text = parts.template.render(talk, add_generation_prompt=add_generation_prompt, tools=tools, **options)
+            text = parts.template.render(talk, tools=tools, **options)
             requests.append(parts.intake.request(text, own, cache_salt=cache_salt, add_special=False))
         return self._run(requests, progress)
 
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
         engine = self._open().engine
-        with self._lock, _Interrupts() as interrupted, Bar(progress, len(requests)) as bar:
+        with self._lock, Interrupts() as interrupted, Bar(progress, len(requests)) as bar:
             for request in requests:
                 engine.add(request)
             try:
@@ -144,7 +144,7 @@ class LLM:
         return self._parts
 
 
-class _Interrupts:
+class Interrupts:
     """Ctrl-C ends a generation between two steps, never inside one, so that blocks and tokens stay in agreement."""
 
     def __enter__(self) -> Callable[[], bool]:

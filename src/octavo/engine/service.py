@@ -15,7 +15,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.request import Request
 from octavo.engine.build import Parts, build
 from octavo.engine.engine import Engine
-from octavo.engine.intake import Prompt
+from octavo.engine.intake import Prompt, checked_options
 from octavo.engine.outputs import Growing, RequestOutput, request_output
 from octavo.engine.stats import Stats
 from octavo.errors import EngineError
@@ -176,7 +176,7 @@ class AsyncLLM:
         **options: Any,
     ) -> AsyncIterator[Delta]:
         """Like ``stream``, for a conversation."""
-        text = self._parts.template.render(messages, add_generation_prompt=True, **dict(chat_template_kwargs or {}))
+        text = self._parts.template.render(messages, **checked_options(chat_template_kwargs))
         tokens = self._parts.tokenizer.encode(text, add_special=False)
         async for delta in self.stream(tokens, params, **options):
             yield delta

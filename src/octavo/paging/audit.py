@@ -45,6 +45,7 @@ def _audit_index(kv: KV) -> None:
     for holding in kv.holdings.values():
         pins[id(holding.node)] = pins.get(id(holding.node), 0) + 1
     for node in nodes:
+        _check(node.parent in kv.index, "a node whose parent is gone")
         children[id(node.parent)] = children.get(id(node.parent), 0) + 1
         _check(len(node.tokens) == 4 * kv.block_size, "a node holds a block that is not full")
         for group, block in enumerate(node.blocks):
@@ -52,7 +53,7 @@ def _audit_index(kv: KV) -> None:
                 entries += 1
                 _check(kv.pool.content[block] == (node, group), f"block {block} does not know the node that names it")
     _check(entries == sum(c is not None for c in kv.pool.content), "a block is named by a node that is gone")
-    for node in nodes:
+    for node in nodes + kv.index.roots():
         _check(node.pins == pins.get(id(node), 0), "a node's pins differ from the sequences that end there")
         _check(node.children == children.get(id(node), 0), "a node's child count is wrong")
         _check(bool(node.pins or node.children or any(b >= 0 for b in node.blocks)), "a node nobody needs")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from octavo.core.sequence import Sequence
 from octavo.paging.kv import KV, Match
 
@@ -29,42 +31,41 @@ class Draft:
         holding = kv.holdings.get(sequence.number)
         if attached or holding is None:
             return kv.groups * max(0, want - attached)
-        cost = 0
-        logical = start // kv.block_size
-        for table in holding.tables:
-            have = len(table)
-            if table.head <= logical < have:
-                block = table.ids[logical]
-                cost += kv.shared(block, self.count(block))
-            if want > have:
-                cost += want - have
-        return cost
+        return kv.groups * max(0, want - len(holding.tables[0])) + len(self._copied(sequence, start, stop))
 
     def extend(self, sequence: Sequence, start: int, stop: int, attached: int = 0) -> None:
         self.free -= self.extend_cost(sequence, start, stop, attached)
-        holding = self.kv.holdings.get(sequence.number)
-        if attached or holding is None:
-            return
-        logical = start // self.kv.block_size
-        for table in holding.tables:
-            if table.head <= logical < len(table):
-                block = table.ids[logical]
-                if self.kv.shared(block, self.count(block)):
-                    self._change(block, -1)
+        if not attached and sequence.number in self.kv.holdings:
+            for block in self._copied(sequence, start, stop):
+                self._change(block, -1)
 
-    def attach_cost(self, match: Match) -> int:
-        return sum(self.count(block) == 0 for block in self.kv.attached_blocks(match))
+    def _copied(self, sequence: Sequence, start: int, stop: int) -> list[int]:
+        """The blocks that the sequence would give up for copies of its own."""
+        blocks = [table.ids[b] for table, b in self.kv.rewritten(sequence.number, start, stop)]
+        return [block for block in blocks if self.kv.shared(block, self.count(block))]
 
-    def attach(self, match: Match) -> None:
+    def attach_cost(self, sequence: Sequence, match: Match) -> int:
+        """Blocks fewer to be free after attaching a hit; negative if windows pass more than the hit revives."""
+        trial = Draft(self.kv)
+        trial._delta = dict(self._delta)
+        trial.attach(sequence, match)
+        return self.kv.pool.free - trial.free
+
+    def attach(self, sequence: Sequence, match: Match) -> None:
         for block in self.kv.attached_blocks(match):
             self.free -= self.count(block) == 0
             self._change(block, 1)
+        if sequence.number in self.kv.holdings:
+            self._drop(self.kv.passed_blocks(sequence.number, match.length))
 
     def release(self, sequence: Sequence) -> None:
         for table in self.kv.holdings[sequence.number].tables:
-            for block in table.live():
-                self._change(block, -1)
-                self.free += self.count(block) == 0
+            self._drop(table.live())
+
+    def _drop(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._change(block, -1)
+            self.free += self.count(block) == 0
 
     def _change(self, block: int, by: int) -> None:
         self._delta[block] = self._delta.get(block, 0) + by

@@ -98,7 +98,9 @@ class KV:
 
     def keys(self, sequence: Sequence, blocks: int) -> list[bytes]:
         """Chain keys of (at least) the sequence's first ``blocks`` full blocks."""
-        keys = self._keys.setdefault(sequence.number, [self.index.root(sequence.salt).key])
+        keys = self._keys.get(sequence.number)
+        if keys is None:
+            keys = self._keys[sequence.number] = [self.index.root_key(sequence.salt)]
         size = self.block_size
         for b in range(len(keys) - 1, blocks):
             keys.append(self.index.key(keys[b], sequence.tokens[b * size : (b + 1) * size]))
@@ -115,8 +117,11 @@ class KV:
         if not self.prefix_cache or start % size or most <= start // size or sequence.scoring:
             return None
         holding = self.holdings.get(sequence.number)
+        node: Node | None
         if holding is None:
-            node, depth = self.index.root(sequence.salt), 0
+            node, depth = self.index.known_root(sequence.salt), 0
+            if node is None:
+                return None
         elif holding.closed or holding.published * size != start:
             return None
         else:
@@ -157,12 +162,30 @@ class KV:
 
     def attached_blocks(self, match: Match) -> list[int]:
         """The physical blocks that attaching a match would hold, group by group."""
-        size = self.block_size
+        first = match.start // self.block_size
         out = []
         for g, window in enumerate(self.windows):
-            need = max(self._first_needed(window, match.length), match.start // size)
-            out += [node.blocks[g] for node in match.nodes[need - match.start // size :]]
+            need = max(self._first_needed(window, match.length), first)
+            out += [node.blocks[g] for node in match.nodes[need - first :]]
         return out
+
+    def passed_blocks(self, number: int, computed: int) -> list[int]:
+        """The physical blocks of a sequence that no window reaches from position ``computed`` on."""
+        out: list[int] = []
+        for window, table in zip(self.windows, self.holdings[number].tables, strict=True):
+            if window is not None:
+                out += table.ids[table.head : max(table.head, self._first_needed(window, computed))]
+        return out
+
+    def rewritten(self, number: int, start: int, stop: int) -> list[tuple[BlockTable, int]]:
+        """Where writing positions start..stop-1 goes into blocks that the sequence holds already: (table, block)."""
+        size = self.block_size
+        first, end = start // size, -(-stop // size)
+        return [
+            (table, b)
+            for table in self.holdings[number].tables
+            for b in range(max(first, table.head), min(end, len(table.ids)))
+        ]
 
     def shared(self, block: int, count: int) -> bool:
         """Whether a write to ``block``, held ``count`` times, must copy it first.
@@ -183,37 +206,45 @@ class KV:
 
     def attach(self, sequence: Sequence, match: Match) -> None:
         """Name the blocks of a hit in the sequence's tables; it then has ``match.length`` computed tokens."""
+        if HOLE in self.attached_blocks(match):
+            raise RuntimeError(f"{sequence!r}: the hit has been evicted since it was found")
         holding = self.holdings[sequence.number]
         first = match.start // self.block_size
         for g, (window, table) in enumerate(zip(self.windows, holding.tables, strict=True)):
-            need = max(self._first_needed(window, match.length), first)
-            if need > first:  # the window is past what the table held so far
-                for block in reversed(table.live()):
-                    self.pool.drop(block)
-                table.ids = array("i", [HOLE]) * need
-                table.head = need
-            for node in match.nodes[need - first :]:
+            need = self._first_needed(window, match.length)
+            self._free_head(table, min(need, first))
+            for node in match.nodes[max(need - first, 0) :]:
                 self.pool.hold(node.blocks[g])
-                table.ids.append(node.blocks[g])
+            if need > first:  # the window is past what the table held so far, and past the first nodes of the hit
+                table.ids.extend([HOLE] * (need - first))
+                table.head = need
+            table.ids.extend(node.blocks[g] for node in match.nodes[max(need - first, 0) :])
         self._move_pin(holding, match.nodes[-1])
         holding.published = match.length // self.block_size
 
     def extend(self, sequence: Sequence, start: int, stop: int) -> list[Move]:
         """Make positions start..stop-1 writable: copy what is shared, append what is missing."""
-        holding = self.holdings[sequence.number]
-        logical = start // self.block_size
-        moves = []
-        for table in holding.tables:
-            if table.head <= logical < len(table):
-                block = table.ids[logical]
-                if self.shared(block, self.pool.counts[block]):
-                    fresh = self.pool.take()
-                    moves.append(Move(Place(DEVICE, block), Place(DEVICE, fresh)))
-                    self.pool.drop(block)
-                    table.ids[logical] = fresh
-                    self.copies += 1
-            for _ in range(len(table), -(-stop // self.block_size)):
-                table.ids.append(self.pool.take())
+        pool, moves = self.pool, []
+        tables = self.holdings[sequence.number].tables
+        blocks = -(-stop // self.block_size)
+        copied = [
+            (table, b)
+            for table, b in self.rewritten(sequence.number, start, stop)
+            if self.shared(table.ids[b], pool.counts[table.ids[b]])
+        ]
+        missing = max(0, blocks - len(tables[0].ids))
+        if len(copied) + missing * self.groups > pool.free:
+            raise RuntimeError(f"{sequence!r} cannot be extended to {stop}: {pool.free} blocks are free")
+        for table, b in copied:
+            block = table.ids[b]
+            fresh = pool.take()
+            moves.append(Move(Place(DEVICE, block), Place(DEVICE, fresh)))
+            pool.drop(block)
+            table.ids[b] = fresh
+            self.copies += 1
+        if missing:
+            for table in tables:
+                table.ids.extend([pool.take() for _ in range(missing)])
         return moves
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -255,20 +286,22 @@ class KV:
     def slide(self, number: int, computed: int) -> None:
         """Free the head blocks that no window reaches from position ``computed`` on."""
         for window, table in zip(self.windows, self.holdings[number].tables, strict=True):
-            if window is None:
-                continue
-            first = min(self._first_needed(window, computed), len(table))
-            for b in range(table.head, first):
-                self.pool.drop(table.ids[b])
-                table.ids[b] = HOLE
-            table.head = max(table.head, first)
+            if window is not None:
+                self._free_head(table, min(self._first_needed(window, computed), len(table)))
+
+    def _free_head(self, table: BlockTable, first: int) -> None:
+        for b in range(table.head, first):
+            self.pool.drop(table.ids[b])
+            table.ids[b] = HOLE
+        table.head = max(table.head, first)
 
     def release(self, number: int) -> None:
-        """Give back every block; the tails first, so that a prefix outlives what hangs on it."""
+        """Give back every block; the tails first in all groups, so that a prefix outlives what hangs on it."""
         holding = self.holdings.pop(number)
-        for table in holding.tables:
-            for block in reversed(table.live()):
-                self.pool.drop(block)
+        for b in range(len(holding.tables[0]) - 1, -1, -1):
+            for table in holding.tables:
+                if b >= table.head:
+                    self.pool.drop(table.ids[b])
         holding.node.pins -= 1
         self.index.prune(holding.node)
 

@@ -20,7 +20,10 @@ def chain_hash(parent: bytes, tokens: bytes) -> bytes:
 
 
 class Node:
-    """One full block of some prefix: where its K and V lie, for each layer group that still has them."""
+    """One full block of some prefix: where its K and V lie, for each layer group that still has them.
+
+    A root stands for the empty prefix of a salt, which it holds as its ``tokens``.
+    """
 
     __slots__ = ("key", "parent", "tokens", "blocks", "children", "pins")
 
@@ -36,8 +39,8 @@ class Node:
 class PrefixIndex:
     """Owns: content key to block.
 
-    Promises: a node lives while a block, a child or a live sequence needs it; each block is named by one node at most
-    and knows it (``pool.content``).
+    Promises: a node, the root of a salt included, lives while a block, a child or a live sequence needs it; each block
+    is named by one node at most and knows it (``pool.content``).
     """
 
     def __init__(self, groups: int, hash: Hash = chain_hash) -> None:
@@ -49,17 +52,32 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._nodes)
 
+    def __contains__(self, node: Node | None) -> bool:
+        return node is not None and (
+            self._nodes.get(node.key) if node.parent is not None else self._roots.get(node.tokens)
+        ) is node
+
     def nodes(self) -> list[Node]:
         return list(self._nodes.values())
 
+    def roots(self) -> list[Node]:
+        return list(self._roots.values())
+
+    @staticmethod
+    def root_key(salt: bytes) -> bytes:
+        """Where the keys of a salt start; the prefix keeps it from being another kind of key with the same text."""
+        return blake2b(b"salt:" + salt, digest_size=16).digest()
+
     def root(self, salt: bytes) -> Node:
-        """The start of every chain under a salt.  Salts are kept apart by the object, not by hash."""
+        """The start of every chain under a salt, to be pinned.  Salts are kept apart by the object, not by hash."""
         node = self._roots.get(salt)
         if node is None:
-            # The prefix keeps a salt's digest from ever being another kind of key with the same text.
-            node = Node(blake2b(b"salt:" + salt, digest_size=16).digest(), None, b"", self.groups)
-            self._roots[salt] = node
+            node = self._roots[salt] = Node(self.root_key(salt), None, salt, self.groups)
         return node
+
+    def known_root(self, salt: bytes) -> Node | None:
+        """The same if anything was ever published under the salt and is still needed."""
+        return self._roots.get(salt)
 
     def key(self, parent: bytes, tokens: array[int]) -> bytes:
         return self._hash(parent, tokens.tobytes())
@@ -81,9 +99,11 @@ class PrefixIndex:
 
     def prune(self, node: Node | None) -> None:
         """Remove a node that nothing needs any more, and its ancestors if it was the last to need them."""
-        while node is not None and node.parent is not None:
-            if node.children or node.pins or any(b >= 0 for b in node.blocks):
-                return
-            del self._nodes[node.key]
-            node.parent.children -= 1
-            node = node.parent
+        while node is not None and not (node.children or node.pins or any(b >= 0 for b in node.blocks)):
+            parent = node.parent
+            if parent is None:
+                del self._roots[node.tokens]
+            else:
+                del self._nodes[node.key]
+                parent.children -= 1
+            node = parent

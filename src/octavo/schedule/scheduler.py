@@ -155,18 +155,21 @@ class _Round:
         self.end = len(self.running)  # victims have been taken from here on
         self.left = budget
         self.computing: dict[bytes, bool] = {}  # keys of the blocks that this step's rows compute
+        self.awaiting = 0  # deferred ones that will want to run when the blocks are there
         self.promised = 0  # blocks that admitted prompts will still need
         self.decoding = sum(s.pending == 1 for s in self.running)  # decodes at or after the cursor
         self.resting = self._resting(budget)
 
     def _resting(self, budget: int) -> dict[int, bool]:
         """When there are more decodes than budget, those served last sit this one out; the best-ranked never does."""
-        if self.decoding <= budget:
+        if not self.running:
+            return {}
+        first = self.running[0]
+        keep = budget if first.pending == 1 else budget - 1  # the best-ranked gets a token of its prompt at least
+        if self.decoding <= keep:
             return {}
         decoding = [s for s in self.running if s.pending == 1]
-        first = self.running[0].number
-        decoding.sort(key=lambda s: (s.number != first, s.served))
-        keep = budget if self.running[0].pending == 1 else budget - 1
+        decoding.sort(key=lambda s: (s is not first, s.served))
         return {s.number: True for s in decoding[keep:]}
 
     def decide(self) -> Decision:
@@ -193,7 +196,7 @@ class _Round:
         if sequence.number in self.resting or not self._room():
             return
         match = self.kv.match(sequence) if sequence.pending > 1 else None
-        if match is not None and self.draft.attach_cost(match) > self.draft.free:
+        if match is not None and self.draft.attach_cost(sequence, match) > self.draft.free:
             match = None
         start = match.length if match else sequence.computed
         if self._computed_elsewhere(sequence, start):
@@ -204,7 +207,7 @@ class _Round:
             return
         attached = 0
         if match is not None:
-            self.draft.attach(match)
+            self.draft.attach(sequence, match)
             self.decision.attached.append((sequence, match))
             attached = match.length // self.kv.block_size
         stop = self._fitting(sequence, start, limit, attached)
@@ -259,7 +262,7 @@ class _Round:
         self.left -= stop - start
         self.decision.rows.append((sequence, start, stop))
         length = len(sequence.tokens)
-        if length - start > 1:
+        if length - start > 1 and self.kv.prefix_cache:
             self._note_computing(sequence, start, stop)
         if stop < length:
             self.promised += max(0, self.kv.blocks_for(length, 1) - self.kv.blocks_for(stop, 1))
@@ -270,7 +273,7 @@ class _Round:
         """Whether the block at ``start`` is being computed by a row of this step, to be hit in the next one."""
         size = self.kv.block_size
         b = start // size
-        if start % size or not self.computing or sequence.scoring or not self.kv.prefix_cache:
+        if start % size or not self.computing or sequence.scoring:
             return False
         if (b + 1) * size >= len(sequence.tokens):  # a hit has to leave one token to compute
             return False
@@ -288,7 +291,10 @@ class _Round:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its first row if it fits.  False closes admission for this step."""
-        running = self.end + len(self.decision.admitted) + self.decision.deferred
+        victims = self.decision.victims
+        if victims and self.rank(victims[-1]) < self.rank(sequence):
+            return False  # nobody takes the place of one that has just lost it
+        running = self.end + len(self.decision.admitted) + self.awaiting
         if running >= self.scheduler.max_running and not self._outranks_victim(sequence):
             return False
         if not self._room() or (self.decision.rows and self.left <= self.decoding):
@@ -297,6 +303,7 @@ class _Round:
         start = match.length if match else 0
         if self._computed_elsewhere(sequence, start):
             self.decision.deferred += 1
+            self.awaiting += 1
             return True
         while not self._admissible(sequence, match) or self.end + len(self.decision.admitted) >= (
             self.scheduler.max_running
@@ -305,7 +312,7 @@ class _Round:
                 return False
         attached = 0
         if match is not None:
-            self.draft.attach(match)
+            self.draft.attach(sequence, match)
             attached = match.length // self.kv.block_size
         stop = self._fitting(sequence, start, self._limit(sequence, start), attached)
         if stop <= start:
@@ -330,7 +337,7 @@ class _Round:
         kv = self.kv
         alone = self.end == 0 and not self.decision.admitted
         start = match.length if match else 0
-        hit = self.draft.attach_cost(match) if match else 0
+        hit = self.draft.attach_cost(sequence, match) if match else 0
         if alone:
             stop = min(len(sequence.tokens), (start // kv.block_size + 1) * kv.block_size)
             return hit + self.draft.extend_cost(sequence, start, stop, start // kv.block_size) <= self.draft.free

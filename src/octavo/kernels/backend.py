@@ -1,0 +1,174 @@
+"""The operators that a backend offers, as protocols: the contract between the decoder and the kernels.
+
+A model is written once against :class:`Ops`.  ``Backend.program`` hands an ``Ops`` to the decoder; the reference
+backend replays the decoder with NumPy on every step, the CPU backend records it once and replays the record in one
+native call.  Values that flow between operators are opaque to the decoder.
+
+Each output row of each operator depends on that row's inputs alone: not on the number of rows, on their order, on
+neighbours, or on threads (docs/determinism.md says how).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from octavo.core.layout import KVLayout
+
+Value = Any  # a backend's activation, [rows, width] float32; opaque to the decoder
+Weight = Any  # a packed matrix
+Vector = Any  # a packed float32 parameter vector
+
+
+@dataclass
+class Batch:
+    """One step's inputs as arrays; a *row* is a run of consecutive tokens of one sequence.
+
+    M tokens in S rows; R logits rows are wanted.
+
+    - ``tokens``    int32 [M]: token ids
+    - ``positions`` int32 [M]: absolute position of each token in its sequence
+    - ``starts``    int32 [S+1]: row s is tokens ``starts[s] : starts[s+1]``; positions in a row are consecutive
+    - ``tables``    per layer group, (ids int32 [T_g], offsets int32 [S+1]): logical block b of row s is
+      ``ids[offsets[s] + b]``; freed head blocks of a windowed group hold -1 and are never read
+    - ``logits_at`` int32 [R]: indices into the M tokens, ascending
+    """
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    starts: np.ndarray
+    tables: list[tuple[np.ndarray, np.ndarray]]
+    logits_at: np.ndarray
+
+
+class Ops(Protocol):
+    """Operators as the decoder calls them.  M, R as in :class:`Batch`; all activations are float32."""
+
+    def embed(self, table: Weight, scale: float = 1.0) -> Value:
+        """[M, D]: rows ``tokens`` of the (possibly quantised) table, dequantised to float32, times ``scale``."""
+
+    def norm(self, x: Value, weight: Vector, eps: float, residual: Value | None = None) -> Value:
+        """RMS norm: x / sqrt(mean(x^2) + eps) * weight (+ residual), per row."""
+
+    def linear(
+        self, x: Value, weights: Sequence[Weight], bias: Vector | None = None, residual: Value | None = None
+    ) -> Value:
+        """[M, sum N_i]: x . concat(W_i)^T (+ bias) (+ residual)."""
+
+    def rope_write(
+        self,
+        qkv: Value,
+        layer: int,
+        inv_freq: Vector,
+        scale: float,
+        q_norm: Vector | None = None,
+        k_norm: Vector | None = None,
+        eps: float = 0.0,
+    ) -> Value:
+        """[M, heads*head_dim]: queries, normed per head if asked and rotated.
+
+        ``qkv`` is [M, (heads + 2 kv_heads) * head_dim].  Keys get the same norm and rotation and are written, with
+        the values, as ``layer``'s K and V at each token's slot, rounded to the KV dtype (round to nearest even).
+        """
+
+    def attend(self, q: Value, layer: int, scale: float, window: int | None, softcap: float = 0.0) -> Value:
+        """[M, heads*head_dim]: causal attention of each token over its own sequence's slots 0..position.
+
+        With a window W only positions > position - W take part.  ``softcap`` c: scores become c*tanh(score/c).
+        """
+
+    def gate(self, gate_up: Value, activation: str) -> Value:
+        """[M, F] from [M, 2F]: act(first half) * second half; ``activation`` is "silu" or "gelu_tanh"."""
+
+    def pick(self, x: Value) -> Value:
+        """[R, D]: rows ``logits_at`` of x."""
+
+    def output(self, logits: Value, softcap: float = 0.0) -> None:
+        """Declares the program's result, [R, V] float32, with an optional soft cap."""
+
+
+class Program(Protocol):
+    def run(self, batch: Batch, blocks: np.ndarray) -> np.ndarray:
+        """Runs one step; ``blocks`` is uint8 [pool, block_bytes].  Returns logits float32 [R, V].
+
+        The result may be a view of a buffer that the next run overwrites.
+        """
+
+
+@dataclass
+class SampleBatch:
+    """S samples drawn from R logits rows (forked branches draw several from one row).
+
+    Per sample: ``row`` int32 (logits row), ``temperature`` float32 (under 1e-5: greedy), ``top_k`` int32 (0: all),
+    ``top_p`` and ``min_p`` float32, ``repetition``/``presence``/``frequency`` float32, ``seed`` uint64, ``branch``
+    and ``position`` int32, ``logprobs`` int32 (-1: none; k: the sampled token's and the k best).
+
+    Ragged, as (offsets int32 [S+1], ids int32, values):
+    - ``bias``: float32 added to logits; -inf bans a token
+    - ``history``: int32 count of the token in the output so far; 0 for a token that is only in the prompt
+
+    Order: raw log-probabilities; bias; repetition (tokens in the history: divided if positive, else multiplied), then
+    frequency * count and presence * (count > 0) subtracted; temperature; top-k; top-p; min-p; draw.
+
+    Ties keep the lower id, top-k keeps exactly k, and top-p keeps the shortest run of the best whose probability
+    (after top-k) reaches it.  The draw: u = (first 64 bits of Philox4x32-10, key = seed, low word first, counter =
+    (position, branch, 0, 0), first output word high) >> 11, times 2^-53; the token is the first in order of id whose
+    running sum of kept weights exp((l - max) / temperature), in float64, exceeds u times their total.
+    """
+
+    row: np.ndarray
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    repetition: np.ndarray
+    presence: np.ndarray
+    frequency: np.ndarray
+    seed: np.ndarray
+    branch: np.ndarray
+    position: np.ndarray
+    logprobs: np.ndarray
+    bias: tuple[np.ndarray, np.ndarray, np.ndarray]
+    history: tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@dataclass
+class Sampled:
+    """Results of a sample or score call; arrays over samples.
+
+    ``token`` int32 (-1: the row's logits hold a NaN or +inf, or everything is banned); ``logprob`` float32 and
+    ``rank`` int32 (1 = most likely, ties by lower id) of that token under the raw logits, filled where asked;
+    ``top_ids`` int32 [S, k] and ``top_logprobs`` float32 [S, k] of the k best (k = the largest asked; ties by lower
+    id).  Where nothing was asked, or the token is -1: logprob 0, rank 0, ids -1, log-probabilities -inf.
+    """
+
+    token: np.ndarray
+    logprob: np.ndarray
+    rank: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+class Backend(Protocol):
+    """A set of kernels.  Owns nothing but its threads and workspace; the same inputs give the same bytes."""
+
+    name: str
+
+    def matrix(self, type: str, data: np.ndarray, rows: int, cols: int) -> Weight:
+        """Packs a (rows, cols) weight of a GGUF/safetensors type (see loading.tensor.TYPES) from its raw bytes."""
+
+    def vector(self, data: np.ndarray) -> Vector:
+        """Packs a 1-D float32 array."""
+
+    def program(self, build: Callable[[Ops], None], layout: KVLayout, heads: int) -> Program: ...
+
+    def move(self, source: np.ndarray, target: np.ndarray, pairs: np.ndarray) -> None:
+        """Copies blocks, in order: target[pairs[i,1]] = source[pairs[i,0]]; arrays uint8 [n, block_bytes]."""
+
+    def sample(self, logits: np.ndarray, batch: SampleBatch) -> Sampled: ...
+
+    def score(self, logits: np.ndarray, targets: np.ndarray, top: int) -> Sampled:
+        """Log-probability and rank of ``targets`` int32 [R] under ``logits`` [R, V], and the ``top`` best."""

@@ -1,0 +1,61 @@
+"""Set before anything else is imported: no hub, and one thread, since tests share the machine."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from functools import cache  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
+
+import pytest  # noqa: E402
+
+if TYPE_CHECKING:
+    from oracle import Truth
+    from tiny import Tiny
+
+
+class TinyModels:
+    """Owns the session's tiny models: each is made, judged by transformers and written when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        import torch
+
+        import tiny
+
+        torch.set_num_threads(1)
+        self.root = root
+        self._make = cache(tiny.make)
+        self._truths: dict[tuple[str, str], Truth] = {}
+
+    def get(self, family: str, type: str = "F32") -> Tiny:
+        return self._make(family, type)
+
+    def truth(self, family: str, type: str = "F32") -> Truth:
+        """What transformers says to 300 tokens of text."""
+        import oracle
+        import tiny
+
+        key = family, type
+        if key not in self._truths:
+            self._truths[key] = oracle.truth(self.get(*key).model, tiny.prompt(300))
+        return self._truths[key]
+
+    def folder(self, family: str, type: str = "F32") -> Path:
+        """A Hugging Face folder: type F32, F16 or BF16."""
+        path = self.root / f"{family}-{type}"
+        return path if path.exists() else self.get(family, type).save(path)
+
+    def gguf(self, family: str, type: str = "F32") -> Path:
+        path = self.root / f"{family}-{type}.gguf"
+        return path if path.exists() else self.get(family, type).write_gguf(path)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    return TinyModels(tmp_path_factory.mktemp("tiny"))

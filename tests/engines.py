@@ -1,0 +1,139 @@
+"""Engines around a scripted executor, for tests of paging, scheduling and the step loop."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from octavo.clock import SimulatedClock
+from octavo.core.events import Delta, Finished
+from octavo.core.params import SamplingParams
+from octavo.core.request import Request
+from octavo.engine.engine import Engine
+from octavo.engine.intake import Intake
+from octavo.paging.audit import audit_idle
+from octavo.paging.kv import KV
+from octavo.paging.prefix import chain_hash
+from octavo.schedule.budget import TokenBudget
+from octavo.schedule.policies import POLICIES
+from octavo.sim.executors import ScriptedExecutor, prefix_hash
+
+VOCAB = 97
+
+
+class Pieces:
+    """A tokenizer whose tokens are given byte strings; stands in for the real one where a script says what comes."""
+
+    strips_space = False
+    bos_id = None
+    eos_ids: tuple[int, ...] = ()
+
+    def __init__(self, pieces: list[bytes], special: frozenset[int] = frozenset()) -> None:
+        self.pieces = pieces
+        self.vocab_size = len(pieces)
+        self.special_ids = special
+
+    def token_bytes(self, token: int) -> bytes:
+        return self.pieces[token]
+
+    def is_special(self, token: int) -> bool:
+        return token in self.special_ids
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        raise AssertionError("prompts of these tests are ids")
+
+
+class Rig:
+    """An audited engine with its intake and a simulated clock."""
+
+    def __init__(
+        self,
+        pool: int = 24,
+        block_size: int = 4,
+        *,
+        windows: tuple[int | None, ...] = (None,),
+        budget: int = 16,
+        max_running: int = 64,
+        choose: Any = None,
+        context: int = 512,
+        policy: str = "fcfs",
+        prefix_cache: bool = True,
+        hash: Any = chain_hash,
+        fail: Any = lambda row: None,
+        tokenizer: Any = None,
+        eos_ids: tuple[int, ...] = (),
+        vocab: int = VOCAB,
+        defaults: dict[str, Any] | None = None,
+        audited: bool = True,
+    ) -> None:
+        reach = None if None in windows else max(w for w in windows if w is not None)
+        self.kv = KV(pool, block_size, windows, prefix_cache, hash)
+        self.executor = ScriptedExecutor(pool, block_size, choose or prefix_hash(vocab, reach), windows, fail)
+        self.clock = SimulatedClock()
+        self.engine = Engine(
+            self.executor,
+            self.kv,
+            tokenizer=tokenizer,
+            eos_ids=eos_ids,
+            policy=POLICIES[policy],
+            budget=TokenBudget(budget),
+            max_running=max_running,
+            clock=self.clock,
+            audited=audited,
+        )
+        self.intake = Intake(
+            tokenizer=tokenizer,
+            vocab=vocab,
+            context=context,
+            longest=self.kv.longest(),
+            eos_ids=eos_ids,
+            defaults=defaults,
+            now=self.clock.now,
+        )
+        self.events: dict[str, list[Delta | Finished]] = {}
+
+    def add(self, prompt: Any, max_tokens: int | None = 8, **given: Any) -> Request:
+        """Submit a greedy request (unless told otherwise) and record its events."""
+        outer = {k: given.pop(k) for k in ("priority", "user", "cache_salt") if k in given}
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, **given})
+        events: list[Delta | Finished] = []
+        request = self.intake.request(list(prompt), params, sink=events.append, **outer)
+        self.events[request.id] = events
+        self.engine.add(request)
+        return request
+
+    def run(self, most: int = 100_000) -> int:
+        """Steps until idle; returns how many."""
+        steps = 0
+        while self.engine.busy:
+            assert self.engine.step() > 0
+            self.clock.advance(1.0)
+            steps += 1
+            assert steps < most, "the engine does not come to an end"
+        audit_idle(self.kv)
+        return steps
+
+    def streamed(self, request: Request, branch: int = 0) -> str:
+        return "".join(e.text for e in self.events[request.id] if isinstance(e, Delta) and e.branch == branch)
+
+
+def outputs(request: Request) -> list[list[int]]:
+    return [list(s.output()) for s in request.branches]
+
+
+def alone(prompt: Any, max_tokens: int | None = 8, **given: Any) -> list[list[int]]:
+    """The same request in an engine of its own with room to spare and caching off: the oracle."""
+    windows = given.pop("windows", (None,))
+    rig = Rig(pool=256, budget=4096, prefix_cache=False, windows=windows)
+    request = rig.add(prompt, max_tokens, **given)
+    rig.run()
+    return outputs(request)
+
+
+def ids(length: int, seed: int = 0) -> list[int]:
+    """A prompt of mixed token ids."""
+    state, out = seed * 2654435761 + 12345, array("i")
+    for _ in range(length):
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        out.append((state >> 33) % VOCAB)
+    return list(out)
