@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -24,24 +24,81 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 template <int R> constexpr int kBlockVecs = (VF == 8 && R > 3) ? 2 : 4;
 
 inline float lane_max(vf x) {
-#if defined(__AVX512F__) && !defined(OCTAVO_SCALAR)
+#if defined(OCTAVO_SCALAR)
+    return hmax(x);
+#elif defined(__AVX512F__)
     return _mm512_reduce_max_ps(x.v);
+#elif defined(__AVX2__)
+    __m128 h = _mm_max_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
+    h = _mm_max_ps(h, _mm_movehl_ps(h, h));
+    return _mm_cvtss_f32(_mm_max_ss(h, _mm_shuffle_ps(h, h, 1)));
 #else
     return hmax(x);
 #endif
 }
 
+// e^x for x <= 0, to about one unit in the last place; 0 below -87, where it would soon be subnormal.  NaN stays NaN.
+// The series of vexp without what it needs for other x: softmax spends a fifth of its time here.
+inline vf exp_down(vf x) {
+    vf y = vmax(set1(-87.0f), x);
+    vi n = round_int(y * set1(1.44269504088896341f));
+    vf nf = to_float(n);
+    vf r = fma(nf, set1(-0.693147182464599609375f), y);
+    r = fma(nf, set1(1.904654299957767e-9f), r);
+    vf p = set1(1.0f / 5040);
+    p = fma(p, r, set1(1.0f / 720));
+    p = fma(p, r, set1(1.0f / 120));
+    p = fma(p, r, set1(1.0f / 24));
+    p = fma(p, r, set1(1.0f / 6));
+    p = fma(p, r, set1(0.5f));
+    p = fma(p, r * r, r) + set1(1.0f);
+    return select(x < set1(-87.0f), zero(), p * as_float(shl<23>(n + iset1(127))));
+}
+
 inline float exp1(float x) {
     float t[VF];
-    store(t, vexp(set1(x)));
+    store(t, exp_down(set1(x)));
     return t[0];
 }
 
 // ---- register blocks ----------------------------------------------------------------------------------------------
 
-// s[r][lane] = sum over d, in order, of q[r][d] * K[d][lane], for the vectors v0 .. v1-1 of a tile.
+// Lines that hold n items from p on are fetched while something else is computed.
+template <class T> inline void prefetch(const T* p, int n) {
+    for (size_t at = 0; at < n * sizeof(T); at += 64) __builtin_prefetch((const char*)p + at, 0, 2);
+}
+
+// acc[r][j] += row(r) * column(j): the fewer of the two wait in registers, the others come one by one.
+template <int R, int NV, class Row, class Column>
+OCTAVO_INLINE void multiply(vf (&acc)[R][NV], Row&& row, Column&& column) {
+    if constexpr (R < NV) {
+        vf b[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) b[r] = row(r);
+#pragma GCC unroll 8
+        for (int j = 0; j < NV; j++) {
+            vf c = column(j);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) acc[r][j] = fma(b[r], c, acc[r][j]);
+        }
+    } else {
+        vf c[NV];
+#pragma GCC unroll 8
+        for (int j = 0; j < NV; j++) c[j] = column(j);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            vf b = row(r);
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; j++) acc[r][j] = fma(b, c[j], acc[r][j]);
+        }
+    }
+}
+
+// s[r][lane] = sum over d, in order, of q[r][d] * K[d][lane], for the vectors v0 .. v1-1 of a tile.  next: the keys of
+// the tile after, to be fetched meanwhile, or null.
 template <class T, int R>
-void score_rows(const float* q, int64_t ldq, int head_dim, const T* const* k, int64_t ldk, int v0, int v1, float* s) {
+void score_rows(const float* q, int64_t ldq, int head_dim, const T* const* k, const T* const* next, int64_t ldk, int v0,
+                int v1, float* s) {
     constexpr int NV = kBlockVecs<R>;
     for (int v = v0 / NV * NV; v < v1; v += NV) {
         vf acc[R][NV];
@@ -52,15 +109,10 @@ void score_rows(const float* q, int64_t ldq, int head_dim, const T* const* k, in
         const T* p[NV];
         for (int j = 0; j < NV; j++) p[j] = k[v + j];
         for (int64_t d = 0; d < head_dim; d++) {
-            vf key[NV];
-#pragma GCC unroll 8
-            for (int j = 0; j < NV; j++) key[j] = load_kv(p[j] + d * ldk);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; r++) {
-                vf b = set1(q[r * ldq + d]);
-#pragma GCC unroll 8
-                for (int j = 0; j < NV; j++) acc[r][j] = fma(b, key[j], acc[r][j]);
-            }
+            if (next)
+                for (int j = 0; j < NV; j++) prefetch(next[v + j] + d * ldk, VF);
+            multiply<R, NV>(
+                acc, [&](int r) { return set1(q[r * ldq + d]); }, [&](int j) { return load_kv(p[j] + d * ldk); });
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++)
@@ -70,7 +122,8 @@ void score_rows(const float* q, int64_t ldq, int head_dim, const T* const* k, in
 }
 
 template <class T, int R, int NV>
-void mix_block(const float* p, const T* const* values, int i0, int i1, int64_t d, float* out, int64_t ldo) {
+void mix_block(const float* p, const T* const* values, const T* const* next, int i0, int i1, int64_t d, float* out,
+               int64_t ldo) {
     vf acc[R][NV];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -78,15 +131,9 @@ void mix_block(const float* p, const T* const* values, int i0, int i1, int64_t d
         for (int j = 0; j < NV; j++) acc[r][j] = load(out + r * ldo + d + j * VF);
     for (int i = i0; i < i1; i++) {
         const T* row = values[i] + d;
-        vf value[NV];
-#pragma GCC unroll 8
-        for (int j = 0; j < NV; j++) value[j] = load_kv(row + j * VF);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; r++) {
-            vf b = set1(p[r * kTile + i]);
-#pragma GCC unroll 8
-            for (int j = 0; j < NV; j++) acc[r][j] = fma(b, value[j], acc[r][j]);
-        }
+        multiply<R, NV>(
+            acc, [&](int r) { return set1(p[r * kTile + i]); }, [&](int j) { return load_kv(row + j * VF); });
+        if (next) prefetch(next[i] + d, NV * VF);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -96,15 +143,18 @@ void mix_block(const float* p, const T* const* values, int i0, int i1, int64_t d
 
 // out[r][d] += sum over the positions i0 .. i1-1 of a tile, in order, of p[r][i] * V[i][d]; width a multiple of VF.
 template <class T, int R>
-void mix_rows(const float* p, const T* const* values, int i0, int i1, int64_t width, float* out, int64_t ldo) {
+void mix_rows(const float* p, const T* const* values, const T* const* next, int i0, int i1, int64_t width, float* out,
+              int64_t ldo) {
     constexpr int NV = kBlockVecs<R>;
     int64_t d = 0;
-    for (; d + NV * VF <= width; d += NV * VF) mix_block<T, R, NV>(p, values, i0, i1, d, out, ldo);
-    for (; d < width; d += VF) mix_block<T, R, 1>(p, values, i0, i1, d, out, ldo);
+    for (; d + NV * VF <= width; d += NV * VF) mix_block<T, R, NV>(p, values, next, i0, i1, d, out, ldo);
+    for (; d < width; d += VF) mix_block<T, R, 1>(p, values, next, i0, i1, d, out, ldo);
 }
 
-template <class T> using ScoreRows = void (*)(const float*, int64_t, int, const T* const*, int64_t, int, int, float*);
-template <class T> using MixRows = void (*)(const float*, const T* const*, int, int, int64_t, float*, int64_t);
+template <class T>
+using ScoreRows = void (*)(const float*, int64_t, int, const T* const*, const T* const*, int64_t, int, int, float*);
+template <class T>
+using MixRows = void (*)(const float*, const T* const*, const T* const*, int, int, int64_t, float*, int64_t);
 
 template <class T>
 constexpr ScoreRows<T> kScore[kBlockRows + 1] = {nullptr,          score_rows<T, 1>, score_rows<T, 2>, score_rows<T, 3>,
@@ -117,13 +167,11 @@ inline vm between(int a, int b) {  // lanes a .. b-1, for any a and b
     return first(std::clamp(b, 0, VF)) & ~first(std::clamp(a, 0, VF));
 }
 
-// Turns one row's scores s[a .. b-1] of a tile into weights e^(s - max) in place and adds them to the lanes of sum.
-// Returns what older weights must be multiplied by, now that the maximum may have risen.  Lanes outside a .. b-1 may
-// hold anything and end as 0.
-inline float soften(float* s, int a, int b, float softcap, float& max, float* sum) {
-    int v0 = a / VF, v1 = (b + VF - 1) / VF;
+// Caps one row's scores s[a .. b-1] of a tile and returns the largest.  Other lanes of the vectors that those touch may
+// hold anything, and become -inf.
+inline float finish_scores(float* s, int a, int b, float softcap) {
     vf top = set1(kNone);
-    for (int v = v0; v < v1; v++) {
+    for (int v = a / VF; v * VF < b; v++) {
         vf x = load(s + v * VF);
         if (softcap != 0) x = set1(softcap) * vtanh(x / set1(softcap));
         int lo = a - v * VF, hi = b - v * VF;
@@ -131,7 +179,13 @@ inline float soften(float* s, int a, int b, float softcap, float& max, float* su
         store(s + v * VF, x);
         top = vmax(x, top);
     }
-    float highest = lane_max(top), factor = 1;
+    return lane_max(top);
+}
+
+// Turns the row's scores, whose largest is `highest`, into weights e^(s - max) in place and adds them to the lanes of
+// sum.  Returns what older weights must be multiplied by, now that the maximum may have risen.
+inline float weigh(float* s, int a, int b, float highest, float& max, float* sum) {
+    float factor = 1;
     vf total = load(sum);
     if (highest > max) {
         factor = exp1(max - highest);
@@ -139,8 +193,8 @@ inline float soften(float* s, int a, int b, float softcap, float& max, float* su
         max = highest;
     }
     vf here = zero();
-    for (int v = v0; v < v1; v++) {
-        vf x = vexp(load(s + v * VF) - set1(max));
+    for (int v = a / VF; v * VF < b; v++) {
+        vf x = exp_down(load(s + v * VF) - set1(max));
         store(s + v * VF, x);
         here = here + x;
     }
@@ -172,6 +226,13 @@ struct Unit {
     int32_t low, high;            // positions that take part for any of them: low .. high-1
     int first_split() const { return low / kSplit; }
     int splits() const { return (high - 1) / kSplit - first_split() + 1; }
+};
+
+// Where a tile's keys and values are: keys for each vector of positions (a dimension further is ldk items on), values
+// for each position.
+template <class T> struct Tile {
+    const T* keys[kTileVecs] = {};
+    const T* values[kTile] = {};
 };
 
 // Views into one thread's scratch memory.
@@ -230,30 +291,23 @@ template <class T> class Kernel {
         int from = std::max(u.low, split * kSplit), to = std::min(u.high, (split + 1) * kSplit);
         bool aligned = layout_.block_size % VF == 0 && layout_.head_dim % VF == 0;
         bool shared = rows > kBlockRows && !std::is_same_v<T, float>;  // converting once pays
+        bool direct = aligned && !shared;
+        Tile<T> tiles[2];
+        if (direct) point(u, head, from / kTile * kTile, tiles[0]);
         for (int tile = from / kTile * kTile; tile < to; tile += kTile) {
-            int lo = std::max(from, tile) - tile, hi = std::min(to, tile + kTile) - tile;
-            if (aligned) {
-                const T* keys[kTileVecs];
-                const T* values[kTile];
-                point_at_keys(u, head, tile, lo, hi, keys);
-                point_at_values(u, head, tile, lo, hi, values);
-                if (!shared) {
-                    run_tile<T>(w, u, tile, keys, layout_.block_size, values);
-                    continue;
-                }
-                for (int64_t d = 0; d < layout_.head_dim; d++)
-                    for (int v = lo / VF; v * VF < hi; v++)
-                        store(w.keys + d * kTile + v * VF, load_kv(keys[v] + d * layout_.block_size));
-                for (int i = lo; i < hi; i++)
-                    for (int64_t d = 0; d < width_; d += VF) store(w.values + i * width_ + d, load_kv(values[i] + d));
-            } else {
-                gather(w, u, head, tile, lo, hi);
+            if (direct) {
+                bool more = tile + kTile < u.high;
+                if (more) point(u, head, tile + kTile, tiles[1]);
+                run_tile<T>(w, u, tile, tiles[0], more ? &tiles[1] : nullptr, layout_.block_size);
+                if (more) std::swap(tiles[0], tiles[1]);
+                continue;
             }
-            const float* keys[kTileVecs];
-            const float* values[kTile];
-            for (int v = 0; v < kTileVecs; v++) keys[v] = w.keys + v * VF;
-            for (int i = 0; i < kTile; i++) values[i] = w.values + i * width_;
-            run_tile<float>(w, u, tile, keys, kTile, values);
+            if (aligned) convert(w, u, head, tile);
+            else gather(w, u, head, tile);
+            Tile<float> converted;
+            for (int v = 0; v < kTileVecs; v++) converted.keys[v] = w.keys + v * VF;
+            for (int i = 0; i < kTile; i++) converted.values[i] = w.values + i * width_;
+            run_tile<float>(w, u, tile, converted, nullptr, kTile);
         }
     }
 
@@ -276,30 +330,47 @@ template <class T> class Kernel {
         return table_.ids[table_.offsets[u.row] + position / layout_.block_size];
     }
 
-    // Vectors of a tile without a position to read point at one that has: their lanes are masked later.
-    void point_at_keys(const Unit& u, int head, int tile, int lo, int hi, const T** keys) const {
-        int v0 = lo / VF, v1 = (hi + VF - 1) / VF;
-        for (int v = v0; v < v1; v++) {
-            int p = tile + v * VF;
-            keys[v] = planes_.keys(block_at(u, p), head) + p % layout_.block_size;
-        }
-        for (int v = 0; v < v0; v++) keys[v] = keys[v0];
-        for (int v = v1; v < kTileVecs; v++) keys[v] = keys[v0];
+    // Where the positions low .. high-1 of a unit lie in a tile.
+    static std::pair<int, int> part(const Unit& u, int tile) {
+        return {std::max(u.low - tile, 0), std::min(u.high - tile, kTile)};
     }
 
-    void point_at_values(const Unit& u, int head, int tile, int lo, int hi, const T** values) const {
+    // Points at the keys and values of a tile inside their blocks.  Vectors of keys without a position to read point at
+    // one that has: their lanes are masked later.
+    void point(const Unit& u, int head, int tile, Tile<T>& at) const {
         int bs = layout_.block_size, hd = layout_.head_dim;
+        auto [lo, hi] = part(u, tile);
         for (int i = lo; i < hi;) {
             int slot = (tile + i) % bs, n = std::min(bs - slot, hi - i);
             const T* p = planes_.values(block_at(u, tile + i), head) + int64_t(slot) * hd;
-            for (int j = 0; j < n; j++) values[i + j] = p + int64_t(j) * hd;
+            for (int j = 0; j < n; j++) at.values[i + j] = p + int64_t(j) * hd;
             i += n;
         }
+        int v0 = lo / VF, v1 = (hi + VF - 1) / VF;
+        for (int v = v0; v < v1; v++) {
+            int p = tile + v * VF;
+            at.keys[v] = planes_.keys(block_at(u, p), head) + p % bs;
+        }
+        for (int v = 0; v < v0; v++) at.keys[v] = at.keys[v0];
+        for (int v = v1; v < kTileVecs; v++) at.keys[v] = at.keys[v0];
     }
 
-    // Copies a tile's keys and values out of blocks of any size, as float32, values padded to whole vectors.
-    void gather(Scratch& w, const Unit& u, int head, int tile, int lo, int hi) const {
+    // Copies a tile's keys and values as float32.
+    void convert(Scratch& w, const Unit& u, int head, int tile) const {
+        Tile<T> at;
+        point(u, head, tile, at);
+        auto [lo, hi] = part(u, tile);
+        for (int64_t d = 0; d < layout_.head_dim; d++)
+            for (int v = lo / VF; v * VF < hi; v++)
+                store(w.keys + d * kTile + v * VF, load_kv(at.keys[v] + d * layout_.block_size));
+        for (int i = lo; i < hi; i++)
+            for (int64_t d = 0; d < width_; d += VF) store(w.values + i * width_ + d, load_kv(at.values[i] + d));
+    }
+
+    // The same out of blocks of any size and for any head_dim; values are padded to whole vectors.
+    void gather(Scratch& w, const Unit& u, int head, int tile) const {
         int bs = layout_.block_size, hd = layout_.head_dim;
+        auto [lo, hi] = part(u, tile);
         for (int i = lo; i < hi;) {
             int slot = (tile + i) % bs, n = std::min({bs - slot, hi - i, VF});
             int64_t block = block_at(u, tile + i);
@@ -315,7 +386,9 @@ template <class T> class Kernel {
 
     // Scores, weights and outputs of all rows of the unit over one tile.
     template <class E>
-    void run_tile(Scratch& w, const Unit& u, int tile, const E* const* keys, int64_t ldk, const E* const* values) const {
+    void run_tile(Scratch& w, const Unit& u, int tile, const Tile<E>& at, const Tile<E>* next, int64_t ldk) const {
+        const E* const* next_keys = next ? next->keys : nullptr;
+        const E* const* next_values = next ? next->values : nullptr;
         int rows = u.tokens * group_;
         for (int r0 = 0; r0 < rows; r0 += kBlockRows) {
             int n = std::min(kBlockRows, rows - r0);
@@ -333,21 +406,23 @@ template <class T> class Kernel {
             if (any_a >= any_b) continue;
             float* s = w.scores + r0 * kTile;
             float* out = w.out + r0 * width_;
-            kScore<E>[n](w.q + r0 * width_, width_, layout_.head_dim, keys, ldk, any_a / VF, (any_b + VF - 1) / VF, s);
+            kScore<E>[n](w.q + r0 * width_, width_, layout_.head_dim, at.keys, next_keys, ldk, any_a / VF,
+                         (any_b + VF - 1) / VF, s);
+            float highest[kBlockRows];
+            for (int r = 0; r < n; r++) highest[r] = finish_scores(s + r * kTile, a[r], b[r], op_.softcap);
             for (int r = 0; r < n; r++) {
                 if (a[r] >= b[r]) continue;
-                float f = soften(s + r * kTile, a[r], b[r], op_.softcap, w.max[r0 + r], w.sums + (r0 + r) * VF);
+                float f = weigh(s + r * kTile, a[r], b[r], highest[r], w.max[r0 + r], w.sums + (r0 + r) * VF);
                 if (f != 1) scale_row(out + r * width_, width_, f);
             }
             // Positions in order for each row: its own before the shared run, the shared run, its own after.
             if (all_a >= all_b) all_a = all_b = kTile;
-            for (int r = 0; r < n; r++) {
-                int end = std::min(b[r], all_a);
-                if (a[r] < end) kMix<E>[1](s + r * kTile, values, a[r], end, width_, out + r * width_, width_);
-            }
-            if (all_a < all_b) kMix<E>[n](s, values, all_a, all_b, width_, out, width_);
-            for (int r = 0; r < n; r++)
-                if (all_b < b[r]) kMix<E>[1](s + r * kTile, values, all_b, b[r], width_, out + r * width_, width_);
+            auto mix = [&](int r, int count, int i0, int i1, const E* const* fetch) {
+                if (i0 < i1) kMix<E>[count](s + r * kTile, at.values, fetch, i0, i1, width_, out + r * width_, width_);
+            };
+            for (int r = 0; r < n; r++) mix(r, 1, a[r], std::min(b[r], all_a), nullptr);
+            mix(0, n, all_a, all_b, next_values);
+            for (int r = 0; r < n; r++) mix(r, 1, std::max(a[r], all_b), b[r], nullptr);
         }
     }
 

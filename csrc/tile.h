@@ -14,7 +14,7 @@ namespace octavo {
 #if defined(OCTAVO_SCALAR)
 inline constexpr int kFastRows = 1, kExactRows = 1, kWide = 1, kNarrow = 1;
 #elif defined(__AVX512F__)
-inline constexpr int kFastRows = 6, kExactRows = 8, kWide = 4, kNarrow = 2;
+inline constexpr int kFastRows = 6, kExactRows = 8, kWide = 2, kNarrow = 2;
 #elif defined(__AVX2__)
 inline constexpr int kFastRows = 3, kExactRows = 4, kWide = 2, kNarrow = 1;
 #else

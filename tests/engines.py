@@ -8,6 +8,7 @@ from typing import Any
 from octavo.clock import SimulatedClock
 from octavo.core.events import Delta, Finished
 from octavo.core.params import SamplingParams
+from octavo.core.plan import Plan, StepResult
 from octavo.core.request import Request
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake
@@ -16,6 +17,7 @@ from octavo.paging.kv import KV
 from octavo.paging.prefix import chain_hash
 from octavo.schedule.budget import TokenBudget
 from octavo.schedule.policies import POLICIES
+from octavo.schedule.scheduler import Decision
 from octavo.sim.executors import ScriptedExecutor, prefix_hash
 
 VOCAB = 97
@@ -43,8 +45,27 @@ class Pieces:
         raise AssertionError("prompts of these tests are ids")
 
 
+class CheckedExecutor(ScriptedExecutor):
+    """Refuses plans that write a block which another table names, or which can be hit."""
+
+    kv: KV
+
+    def run(self, plan: Plan) -> StepResult:
+        for row in plan.rows:
+            for table in row.tables:
+                first, last = row.start // self.block_size, (row.start + len(row.tokens) - 1) // self.block_size
+                for block in table[first : last + 1]:
+                    assert self.kv.pool.counts[block] == 1, f"block {block} is written but shared"
+                    assert self.kv.pool.content[block] is None, f"block {block} is written but published"
+        return super().run(plan)
+
+
 class Rig:
-    """An audited engine with its intake and a simulated clock."""
+    """An audited engine with its intake and a simulated clock; one step takes a second.
+
+    Checks in every step that the best-ranked sequence is served, that the token budget is kept, and that each
+    sequence wastes less than a block.
+    """
 
     def __init__(
         self,
@@ -68,7 +89,8 @@ class Rig:
     ) -> None:
         reach = None if None in windows else max(w for w in windows if w is not None)
         self.kv = KV(pool, block_size, windows, prefix_cache, hash)
-        self.executor = ScriptedExecutor(pool, block_size, choose or prefix_hash(vocab, reach), windows, fail)
+        self.executor = CheckedExecutor(pool, block_size, choose or prefix_hash(vocab, reach), windows, fail)
+        self.executor.kv = self.kv
         self.clock = SimulatedClock()
         self.engine = Engine(
             self.executor,
@@ -91,6 +113,15 @@ class Rig:
             now=self.clock.now,
         )
         self.events: dict[str, list[Delta | Finished]] = {}
+        self.deferred = 0  # how often a sequence waited for a block that another row computed
+        self._decide = self.engine.scheduler.decide
+        self.engine.scheduler.decide = self._decided
+
+    def _decided(self, now: float, budget: int) -> Decision:
+        decision = self._decide(now, budget)
+        assert decision == self._decide(now, budget), "deciding is not pure"
+        self.deferred += decision.deferred
+        return decision
 
     def add(self, prompt: Any, max_tokens: int | None = 8, **given: Any) -> Request:
         """Submit a greedy request (unless told otherwise) and record its events."""
@@ -102,16 +133,42 @@ class Rig:
         self.engine.add(request)
         return request
 
+    def step(self) -> int:
+        """One step, checked; returns how many tokens it computed."""
+        scheduler = self.engine.scheduler
+        rank = scheduler.policy.rank
+        best = min((*scheduler.running, *scheduler.waiting), key=lambda s: rank(s, self.clock.now()), default=None)
+        tokens = self.engine.step()
+        self.clock.advance(1.0)
+        if best is not None:
+            plan = self.executor.plans[-1]
+            assert any(row.sequence == best.number for row in plan.rows), f"{best} is the best-ranked, and not served"
+            assert 0 < tokens <= self.engine.budget.tokens
+            assert len(scheduler.running) <= scheduler.max_running
+        for sequence in scheduler.running:
+            slots = self.kv.covered(sequence.number)
+            assert slots - sequence.computed < self.kv.block_size, f"{sequence} holds {slots} slots"
+        return tokens
+
+    def steps(self, count: int) -> None:
+        """Up to so many steps."""
+        for _ in range(count):
+            if self.engine.busy:
+                self.step()
+
     def run(self, most: int = 100_000) -> int:
         """Steps until idle; returns how many."""
         steps = 0
         while self.engine.busy:
-            assert self.engine.step() > 0
-            self.clock.advance(1.0)
+            self.step()
             steps += 1
             assert steps < most, "the engine does not come to an end"
         audit_idle(self.kv)
         return steps
+
+    def computed(self) -> int:
+        """Tokens that went through the model so far."""
+        return sum(plan.tokens for plan in self.executor.plans)
 
     def streamed(self, request: Request, branch: int = 0) -> str:
         return "".join(e.text for e in self.events[request.id] if isinstance(e, Delta) and e.branch == branch)
@@ -121,13 +178,30 @@ def outputs(request: Request) -> list[list[int]]:
     return [list(s.output()) for s in request.branches]
 
 
-def alone(prompt: Any, max_tokens: int | None = 8, **given: Any) -> list[list[int]]:
+def answer(request: Request) -> dict[str, Any]:
+    """All that a user gets, to be compared whole: nothing of it may depend on how the request was run."""
+    return {
+        "tokens": outputs(request),
+        "logprobs": [reader.logprobs for reader in request.readers],
+        "text": [reader.text for reader in request.readers],
+        "ends": [(s.finish_reason, s.stop_reason) for s in request.branches],
+        "scores": request.scores,
+        "error": request.error,
+    }
+
+
+def solo(prompt: Any, max_tokens: int | None = 8, **given: Any) -> Request:
     """The same request in an engine of its own with room to spare and caching off: the oracle."""
-    windows = given.pop("windows", (None,))
-    rig = Rig(pool=256, budget=4096, prefix_cache=False, windows=windows)
+    windows, choose = given.pop("windows", (None,)), given.pop("choose", None)
+    rig = Rig(pool=256 * len(windows), budget=4096, prefix_cache=False, windows=windows, choose=choose)
     request = rig.add(prompt, max_tokens, **given)
     rig.run()
-    return outputs(request)
+    return request
+
+
+def alone(prompt: Any, max_tokens: int | None = 8, **given: Any) -> list[list[int]]:
+    """The output tokens of the same request alone."""
+    return outputs(solo(prompt, max_tokens, **given))
 
 
 def ids(length: int, seed: int = 0) -> list[int]:

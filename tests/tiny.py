@@ -189,11 +189,11 @@ def scatter(model: PreTrainedModel, seed: int) -> None:
         elif p.ndim == 1:
             p.data = 0.25 * noise + (0.0 if gemma else 1.0)
             if "q_norm" in name or "k_norm" in name:
-                p.data += 0.5
+                p.data += 0.25
             elif gemma and ("post_" in name or name == "model.norm.weight"):
                 p.data += 2  # a tied head would repeat the last token if its embedding stood out
         elif "embed_tokens" in name:
-            p.data = noise * (0.8 / p.shape[1] ** 0.5 if gemma else 0.4)
+            p.data = noise * (0.8 if gemma else 3.2) / p.shape[1] ** 0.5
         elif "lm_head" in name:
             p.data = noise * 3 / p.shape[1] ** 0.5
         else:
@@ -219,16 +219,20 @@ def random_blocks(type: str, shape: tuple[int, ...], spread: float, rng: np.rand
     per, size = TYPES[type]
     raw = rng.integers(0, 256, (shape[0], shape[1] // per, size), dtype=np.uint8)
 
-    def half(value: float) -> np.ndarray:
-        scales = value * rng.uniform(0.7, 1.3, raw.shape[:2])
-        return scales.astype(np.float16).view(np.uint8).reshape(*raw.shape[:2], 2)
+    def half(values: np.ndarray) -> np.ndarray:
+        return values.astype(np.float16).view(np.uint8).reshape(*values.shape, 2)
 
     if type == "Q6_K":
-        raw[..., -2:] = half(spread / 1370)
+        raw[..., -2:] = half(spread / 1370 * rng.uniform(0.7, 1.3, raw.shape[:2]))
     else:
-        levels = 7.5 if type == "Q4_K" else 15.5  # the minimums are centred on the middle of the range
-        raw[..., 0:2] = half(spread / (33 * levels))
-        raw[..., 2:4] = half(spread / 33)
+        # Minimums near the middle of each 32 weights' range, as a quantiser has them: without that all weights of 32
+        # would share an offset, in embeddings as in matrices, and their products would be huge.
+        near = rng.integers(0, 8, (*raw.shape[:2], 8), dtype=np.uint8)
+        raw[..., 8:12] = raw[..., 4:8] ^ near[..., :4]
+        raw[..., 12:16] = (raw[..., 12:16] & 0x0F) * 17 ^ near[..., 4:] << 4
+        levels, middle = (168, 7.5) if type == "Q4_K" else (337, 15.5)
+        scale = spread / levels * rng.uniform(0.7, 1.3, raw.shape[:2])
+        raw[..., 0:2], raw[..., 2:4] = half(scale), half(scale * middle)
     return raw.reshape(shape[0], -1)
 
 
@@ -325,7 +329,6 @@ def spec_of(model: PreTrainedModel) -> ModelSpec:
         activation="gelu_tanh" if gemma else "silu",
         embed_scale=c.hidden_size**0.5 if gemma else 1.0,
         attention_scale=c.query_pre_attn_scalar**-0.5 if gemma else 0.0,
-        attention_softcap=(c.attn_logit_softcapping or 0.0) if gemma else 0.0,
         logit_softcap=(c.final_logit_softcapping or 0.0) if gemma else 0.0,
         qkv_bias=c.model_type == "qwen2" or bias,
         o_bias=bias,

@@ -47,7 +47,7 @@ SETUPS = (
     Setup(blocks=9, block_size=1),
     Setup(blocks=24, windows=(None, 3)),
     Setup(blocks=30, block_size=4, windows=(9, 9, None)),
-    Setup(blocks=16, block_size=4, windows=(2,)),
+    Setup(blocks=6, block_size=4, windows=(2,)),
     Setup(blocks=20, block_size=2, windows=(1, None, 5)),
     Setup(blocks=16, weak=True),
     Setup(blocks=24, block_size=3, windows=(4, None), weak=True),
@@ -109,9 +109,9 @@ class Machine:
         self._check_match(sequence, match)
         before = self._tables()
         self._open(sequence)
+        self._done(before)
         if match is not None:
             self._attach(sequence, match)
-        self._done(before, sequence)
 
     def rematch(self, which: int) -> None:
         """A running prompt asks for what others have published meanwhile."""
@@ -121,9 +121,7 @@ class Machine:
         match = self.kv.match(sequence)
         self._check_match(sequence, match)
         if match is not None:
-            before = self._tables()
             self._attach(sequence, match)
-            self._done(before, sequence)
 
     def compute(self, which: int, count: int) -> None:
         sequence = self._pick(which, State.RUNNING)
@@ -280,13 +278,14 @@ class Machine:
         for sequence, start, stop in rows:
             self._fill(sequence, start, stop)
         self._done(before, *(s for s, _, _ in rows))
+        before = self._tables()
         for sequence, _, _ in rows:
             self.kv.publish(sequence, sequence.computed)
             self._published(sequence)
             self.kv.slide(sequence.number, sequence.computed)
+        self._done(before, *(s for s, _, _ in rows))
         self._saw("preempted in a step", len(victims))
         self._saw("hit in a step", len(attached))
-        self._done(self._tables())
 
     def _open(self, sequence: Sequence) -> None:
         self.kv.open(sequence)
@@ -297,10 +296,12 @@ class Machine:
         self.twins[sequence.number].published = 0
 
     def _attach(self, sequence: Sequence, match: Match) -> None:
+        before = self._tables()
         self.kv.attach(sequence, match)
         sequence.computed = match.length
         self.twins[sequence.number].published = match.length // self.size
         self._saw("hit")
+        self._done(before, sequence)
 
     def _write(self, sequence: Sequence, start: int, stop: int) -> None:
         before = self._tables()
@@ -388,7 +389,8 @@ class Machine:
         assert found <= max(most, start) and (match is None or (match.start == start and found > start))
         exact = not self.setup.weak and any(w is None or w > 1 for w in self.windows)
         usable = self.setup.prefix_cache and start % self.size == 0
-        usable = usable and self.twins[sequence.number].published * self.size == start
+        if not self.setup.weak:  # under colliding keys a chain may be told less far than it is computed
+            usable = usable and self.twins[sequence.number].published * self.size == start
         assert match is None or usable
         if match is not None:
             assert all(self.named.get(name) is not None for name in self._wanted(prefixes, start, found)), "no such hit"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
     "partial rotary": ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0\.5"),
     "uneven heads": ({"num_key_value_heads": 3}, "4 query heads can't share 3"),
+    "huge head": ({"head_dim": 100_000}, "head_dim is 100000, outside 1 to 4096"),
     "odd head": ({"head_dim": 33}, "head dimension 33 is odd"),
     "missing": ({"hidden_size": None}, "hidden_size is missing"),
     "text": ({"hidden_size": "128"}, "hidden_size must be an integer, not '128'"),
@@ -78,6 +80,47 @@ def test_a_configuration_that_cannot_be_run_is_refused_by_name(name: str) -> Non
     with pytest.raises(ModelError, match=why) as error:
         spec_with(**changes)
     assert "config.json" in str(error.value)
+
+
+NONSENSE: list[Any] = [
+    *(
+        None,
+        True,
+        0,
+        -1,
+        3,
+        10**9,
+        10**30,
+        0.5,
+        float("nan"),
+        float("inf"),
+        1e300,
+        "x",
+        "",
+        [],
+        [1],
+        ["full_attention"],
+    ),
+    *({}, {"rope_type": "yarn"}, {"rope_type": "dynamic", "factor": 1e9}, {"factor": 2}),
+]
+
+
+def test_nonsense_anywhere_is_a_spec_or_a_model_error() -> None:
+    """Any key may hold anything: no other exception, and nothing as large as a lying head dimension."""
+    rng = random.Random(5)
+    starts = [LLAMA, {**LLAMA, "model_type": "qwen3", "architectures": None}, {**GEMMA, "head_dim": 64}]
+    more = ["rope_scaling", "rope_parameters", "rope_theta", "text_config", "layer_types", "sliding_window", "head_dim"]
+    more += ["sliding_window_pattern", "query_pre_attn_scalar", "original_max_position_embeddings", "num_experts"]
+    specs = 0
+    for _ in range(3000):
+        start = rng.choice(starts)
+        keys = rng.choices([*start, *more], k=rng.choice((1, 1, 2, 3)))
+        try:
+            spec_from_config("c", {**start, **{k: rng.choice(NONSENSE) for k in keys}}, ())
+            specs += 1
+        except ModelError:
+            pass
+    assert 0 < specs < 3000
 
 
 def test_head_dim_and_kv_heads_are_the_files() -> None:
@@ -174,7 +217,7 @@ def test_gemma_settings() -> None:
     )
     assert [layer.window for layer in spec.layers] == [512, 512, None, 512, 512, None]
     assert [layer.rope for layer in spec.layers] == [1, 1, 0, 1, 1, 0]
-    assert (spec.logit_softcap, spec.attention_softcap, spec.scale) == (30.0, 50.0, 1 / 12)
+    assert (spec.logit_softcap, spec.attention_softcap, spec.scale) == (30.0, 0.0, 1 / 12)  # transformers has no cap on Gemma 3's scores
     with pytest.raises(ModelError, match="use_bidirectional_attention"):
         spec_from_config("c", {**GEMMA, "use_bidirectional_attention": True}, ())
     with pytest.raises(ModelError, match="hidden_activation is 'gelu'"):

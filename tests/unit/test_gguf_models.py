@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -223,6 +224,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "partial rotary": ({"rope__dimension_count": 8}, r"rope\.dimension_count 8.*partial rotary"),
     "rope type": ({"rope__scaling__type": "longrope"}, "type 'longrope'"),
     "value length": ({"attention__value_length": 32}, r"attention\.value_length differs"),
+    "huge head": ({"attention__key_length": 100_000}, r"attention\.key_length is 100000, outside 1 to 4096"),
+    "huge width": ({"embedding_length": 4_000_000}, r"attention\.key_length is 1000000, outside 1 to 4096"),
     "uneven heads": ({"attention__head_count_kv": 3}, "4 query heads can't share 3"),
     "heads by layer": ({"attention__head_count": [4, 2]}, r"attention\.head_count differs between layers"),
     "no layers": ({"block_count": 0}, r"llama\.block_count is 0, outside 1"),
@@ -239,6 +242,28 @@ def test_metadata_that_cannot_be_run_is_refused_by_name(name: str, write: Write)
     settings, why = REFUSED[name]
     with pytest.raises(ModelError, match=why):
         open_model(write(**settings))
+
+
+def test_flipped_bytes_in_a_whole_model_are_a_model_or_an_error(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """Beyond the reader: what a lying header says of widths, layers and types costs an error, not memory."""
+    for family in ("gemma3", "llama-yarn"):
+        raw = tiny_models.gguf(family, "Q8_0").read_bytes()
+        begin, names = raw.index(b"tokenizer.ggml.model"), raw.index(b"token_embd.weight")
+        end = gguf.GGUFReader(tiny_models.gguf(family, "Q8_0")).data_offset
+        rng = random.Random(family)
+        for trial in range(600):
+            bad = bytearray(raw)
+            for _ in range(rng.choice((1, 1, 2, 4))):
+                at = rng.choice((rng.randrange(begin), rng.randrange(names, end)))  # the vocabulary is long and dull
+                bad[at] = rng.choice((0, 1, 4, 6, 8, 9, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+            path = tmp_path / f"{trial % 2}.gguf"
+            path.unlink(missing_ok=True)  # never write into a file that is mapped
+            path.write_bytes(bad)
+            try:
+                checkpoint = open_model(path)
+            except ModelError:
+                continue
+            assert sum(len(checkpoint.tensors[n].data) for n in checkpoint.tensors) < 2 * len(raw)
 
 
 def test_a_value_for_each_layer_is_fine_when_all_are_alike(write: Write) -> None:

@@ -12,6 +12,7 @@ from octavo.models.fields import MAX_COUNT, Fields
 from octavo.models.spec import LayerSpec, ModelSpec
 
 MAX_LAYERS = 4096
+MAX_HEAD_DIM = 4096  # what a rotary embedding's frequencies are laid out for
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
@@ -71,7 +72,7 @@ def config_base(source: Source, family: str, activation: str = "hidden_act") -> 
         raise c.refuse(f"{activation} is {act!r}")
     hidden, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     count = c.integer("num_hidden_layers", high=MAX_LAYERS)
-    head_dim = c.integer("head_dim", hidden // heads)
+    head_dim = c.integer("head_dim", hidden // heads, high=MAX_HEAD_DIM)
     trained = c.integer("max_position_embeddings", 2048)
     scaling, base = config_rope(c, trained)
     context = served_context(source, scaling.context(trained), stretches=scaling.kind == "dynamic")
@@ -110,7 +111,7 @@ def gguf_base(source: Source, family: str, stretched: bool = False) -> ModelSpec
         raise m.refuse(f"{m.prefix}expert_count is {m.raw('expert_count')!r:.20} (a mixture of experts)")
     hidden, heads = m.integer("embedding_length"), alike(m, "attention.head_count")
     count = m.integer("block_count", high=MAX_LAYERS)
-    head_dim = m.integer("attention.key_length", hidden // heads)
+    head_dim = m.integer("attention.key_length", hidden // heads, high=MAX_HEAD_DIM)
     if m.integer("attention.value_length", head_dim) != head_dim:
         raise m.refuse(f"{m.prefix}attention.value_length differs from the key length {head_dim}")
     if m.integer("rope.dimension_count", head_dim) != head_dim:

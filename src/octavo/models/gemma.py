@@ -62,7 +62,6 @@ def from_config(source: Source) -> ModelSpec:
         windowed(spec, c.integer("sliding_window"), slides),
         ropes=(_rope(c, spec, "full_attention"),),
         attention_scale=c.number("query_pre_attn_scalar") ** -0.5,
-        attention_softcap=c.number("attn_logit_softcapping", 0.0, low=-1e-9),
         logit_softcap=c.number("final_logit_softcapping", 0.0, low=-1e-9),
         qkv_bias=bias,
         o_bias=bias,
@@ -98,6 +97,5 @@ def from_gguf(source: Source) -> ModelSpec:
         replace(spec, activation="gelu_tanh"),
         local,
         attention_scale=m.number("attention.scale", scale),
-        attention_softcap=m.number("attn_logit_softcapping", 0.0, low=-1e-9),
         logit_softcap=m.number("final_logit_softcapping", 0.0, low=-1e-9),
     )

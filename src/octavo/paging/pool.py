@@ -19,13 +19,13 @@ class BlockPool:
         if size < 1:
             raise ValueError(f"a pool needs at least one block, got {size}")
         self.size = size
-        self.counts = array("i", bytes(4 * size))
+        self.counts: array[int] = array("i", bytes(4 * size))
         self.content: list[Any] = [None] * size
         self._forgotten = forgotten
         # Doubly linked list of free blocks through one sentinel, at index `size`:
         #   sentinel -> next to be taken ... last to be taken -> sentinel
-        self._next = array("i", [*range(1, size + 1), 0])
-        self._prev = array("i", [size, *range(size)])
+        self._next: array[int] = array("i", [*range(1, size + 1), 0])
+        self._prev: array[int] = array("i", [size, *range(size)])
         self.free = size
         self.cached = 0  # free blocks with content
 

@@ -52,10 +52,11 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def __contains__(self, node: Node | None) -> bool:
-        return node is not None and (
-            self._nodes.get(node.key) if node.parent is not None else self._roots.get(node.tokens)
-        ) is node
+    def __contains__(self, node: object) -> bool:
+        if not isinstance(node, Node):
+            return False
+        known = self._nodes.get(node.key) if node.parent is not None else self._roots.get(node.tokens)
+        return known is node
 
     def nodes(self) -> list[Node]:
         return list(self._nodes.values())

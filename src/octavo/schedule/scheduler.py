@@ -15,7 +15,7 @@ from octavo.core.plan import Draw, Move, Plan, Row
 from octavo.core.sequence import Sequence, State
 from octavo.paging.draft import Draft
 from octavo.paging.kv import KV, Match
-from octavo.schedule.policies import FIRST_COME, Policy
+from octavo.schedule.policies import FIRST_COME, Policy, Rank
 
 Draws = Callable[[Sequence], tuple[Draw, ...]]
 NO_TOKENS: array[int] = array("i")
@@ -149,7 +149,7 @@ class _Round:
         self.decision = Decision()
         rank = scheduler.policy.rank
         self.ranked = sorted(((rank(s, now), s) for s in scheduler.running), key=lambda pair: pair[0])
-        self.rank = lambda s: rank(s, now)
+        self.rank: Callable[[Sequence], Rank] = lambda s: rank(s, now)
         self.running = [s for _, s in self.ranked]
         self.next = 0  # cursor into `running`: served or skipped before it
         self.end = len(self.running)  # victims have been taken from here on

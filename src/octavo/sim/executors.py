@@ -115,7 +115,8 @@ class ScriptedExecutor:
             for t, draw in zip(tokens, row.draws, strict=True)
         )
         scores = tuple(
-            TokenLogprobs(t, -(mixed(prefix[: row.start + i + 1]) % 1000) / 100, 1) for i, t in enumerate(row.targets)
+            TokenLogprobs(t, -(mixed(self._prefix(row, row.start + i)) % 1000) / 100, 1, ((t, 0.0),) * row.score)
+            for i, t in enumerate(row.targets)
         )
         return RowResult(tokens, logprobs, scores)
 

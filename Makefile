@@ -1,0 +1,129 @@
+# make demo   a real model answers a batch of prompts        make test   all tests
+# `make help` lists the rest.  Everything is made inside this folder (.venv, build, dist) and in the user's model cache.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+MODELS := smollm2-135m gemma3-270m
+KERNELS := CMakeLists.txt pyproject.toml $(shell find csrc -type f 2>/dev/null)
+
+# The first Python on the path that is new enough and can make virtual environments.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	  if $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
+	  then echo $$p; break; fi; done)
+
+# What a list in pyproject.toml holds, one entry a line: $(call listed,expression on p)
+listed = $(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); print('\n'.join($(1)))"
+say = @printf '\033[1m%s\033[0m\n' "$(1)"
+
+.PHONY: help demo test lint format wheel wheel-check bench sanitize models clean
+
+help:
+	@echo "make demo         build, fetch SmolLM2-135M, answer 16 prompts in one batch"
+	@echo "make test         run all tests (ARGS=... goes to pytest)"
+	@echo "make lint         ruff, mypy, import contracts          make format   let ruff rewrite"
+	@echo "make bench        speed on this machine (PEER=path/to/llama-server measures llama.cpp beside it)"
+	@echo "make wheel        build a wheel into dist/              make wheel-check   install and try it without a compiler"
+	@echo "make sanitize     kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make clean        remove everything that was made here"
+
+# ---- environment -----------------------------------------------------------------------------------------------------
+
+$(VENV)/.made:
+	@if [ -z "$(PYTHON)" ]; then \
+	  echo "error: Octavo needs Python 3.11 or newer with venv (on Debian: apt-get install python3 python3-venv)" >&2; \
+	  exit 1; fi
+	$(call say,making the virtual environment in $(VENV) with $(PYTHON))
+	@$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# The project itself, editable, with its kernels.  Made again when the kernels or the build change, not for Python.
+$(VENV)/.installed: $(VENV)/.made $(KERNELS)
+	@if ! command -v "$${CXX:-c++}" >/dev/null; then \
+	  echo "error: Octavo needs a C++ compiler to build its kernels (on Debian: apt-get install g++)" >&2; exit 1; fi
+	@if ! $(BIN)/python -c 'import os, sysconfig, sys; \
+	  sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))'; then \
+	  echo "error: Octavo needs Python's headers to build its kernels (on Debian: apt-get install python3-dev)" >&2; \
+	  exit 1; fi
+	$(call say,installing build tools)
+	@$(call listed,p['build-system']['requires'] + ['cmake', 'ninja']) > $(VENV)/build.txt
+	@$(PIP) install -q -r $(VENV)/build.txt
+	$(call say,building the kernels and installing Octavo; this takes a few minutes)
+	@$(PIP) install -q --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.installed
+	@$(PIP) install -q ruff mypy import-linter
+	@touch $@
+
+# torch on its own first: the pin decides which build comes, and nothing that is resolved later may change it.
+$(VENV)/.test: $(VENV)/.installed pyproject.toml
+	$(call say,installing what the tests need)
+	@$(call listed,p['project']['optional-dependencies']['test']) > $(VENV)/test.txt
+	@$(PIP) install -q "$$(grep '^torch==' $(VENV)/test.txt)"
+	@$(PIP) install -q -r $(VENV)/test.txt
+	@touch $@
+
+models: $(VENV)/.installed
+	@$(BIN)/octavo pull $(MODELS) >/dev/null
+
+# ---- what people call ------------------------------------------------------------------------------------------------
+
+demo: $(VENV)/.installed
+	@$(BIN)/octavo demo
+
+test: $(VENV)/.test models
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed
+	@$(BIN)/octavo pull smollm2-135m >/dev/null
+	@$(BIN)/python bench/run.py $(if $(PEER),--peer-server "$(PEER)") $(ARGS)
+
+wheel: $(VENV)/.installed
+	@rm -rf dist
+	@$(PIP) wheel -q --no-deps --no-build-isolation -w dist .
+	@ls dist/*.whl
+
+# An empty environment, no compiler, outside the source folder.
+wheel-check: wheel models
+	@rm -rf build/wheel-check && mkdir -p build/wheel-check
+	@$(BIN)/python -m venv build/wheel-check/venv
+	@CC=false CXX=false build/wheel-check/venv/bin/python -m pip --disable-pip-version-check install -q \
+	  --only-binary :all: dist/*.whl
+	@cd build/wheel-check && env -u PYTHONPATH venv/bin/octavo doctor && \
+	  env -u PYTHONPATH venv/bin/octavo generate smollm2-135m "Why is the sky blue?" -t 0 -m 32 | tee answer && \
+	  grep -qw sky answer
+
+# A second environment that borrows the first one's packages, with kernels built for the sanitizers.
+SAN := build/sanitize
+$(SAN)/.installed: $(VENV)/.installed $(KERNELS)
+	@mkdir -p $(SAN)
+	@$(BIN)/python -m venv $(SAN)/venv
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(SAN)/venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+	$(call say,building the kernels for the sanitizers)
+	@$(SAN)/venv/bin/python -m pip --disable-pip-version-check install -q --no-deps --no-build-isolation \
+	  -C cmake.define.OCTAVO_SANITIZE=ON -C build-dir=$(SAN)/build --force-reinstall .
+	@touch $@
+
+sanitize: $(VENV)/.test $(SAN)/.installed
+	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so) $$($${CXX:-c++} -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
+	  $(SAN)/venv/bin/python -m pytest -p no:cacheprovider tests/unit/test_kernels*.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench/out

@@ -1,0 +1,183 @@
+"""The commands and their options.  Nothing heavy is imported before a command runs, so that --help is quick."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli.options import Command, command
+
+app = typer.Typer(
+    name="octavo",
+    help="Runs large language models on paged attention.",
+    epilog="Start with: octavo pull smollm2-135m, then octavo chat smollm2-135m",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["--help", "-h"]},
+)
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="a pulled model's name, a .gguf file, or a Hugging Face folder")
+]
+System = Annotated[str | None, typer.Option(metavar="TEXT", help="a system message ahead of the prompt")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        import octavo
+
+        print(octavo.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="the version")] = False,
+) -> None:
+    pass
+
+
+@app.command(cls=Command)
+@command
+def demo(
+    engine: Any,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-m", metavar="N", help="most tokens of an answer")] = 64,
+) -> int:
+    """Let a small model answer 16 prompts in one batch.
+
+    Fetches smollm2-135m if it is not there; prints tokens a second and how the KV blocks were used.
+    """
+    from octavo.cli.demo import run
+
+    return run(max_tokens, engine)
+
+
+@app.command(cls=Command)
+@command
+def pull(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="smollm2-135m, gemma3-270m, or hf:ORG/NAME")],
+) -> int:
+    """Fetch models into the cache."""
+    from octavo.cli.models import pull
+
+    return pull(names)
+
+
+@app.command("list", cls=Command)
+@command
+def list_() -> int:
+    """List the models in the cache."""
+    from octavo.cli.models import listed
+
+    return listed()
+
+
+@app.command(cls=Command)
+@command
+def rm(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="a model that `octavo list` shows")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="do not ask")] = False,
+) -> int:
+    """Remove a model from the cache."""
+    from octavo.cli.models import remove
+
+    return remove(name, yes)
+
+
+@app.command(cls=Command)
+@command
+def inspect(
+    model: Model,
+    memory: Any,
+    length: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="how many requests of this many tokens fit")
+    ] = None,
+) -> int:
+    """Show a model and what fits into memory.
+
+    Nothing is loaded: the model's headers are read and the KV cache is sized as `generate` would size it.
+    """
+    from octavo.cli.inspect import run
+
+    return run(model, length, memory)
+
+
+@app.command(cls=Command)
+@command
+def generate(
+    model: Model,
+    engine: Any,
+    sampling: Any,
+    prompts: Annotated[
+        list[str] | None, typer.Argument(metavar="PROMPT", help="prompts; without any, all of stdin is one")
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option(
+            "--file", "-f", metavar="FILE", help='prompts, one a line (.jsonl: a text or {"prompt": text}); - is stdin'
+        ),
+    ] = None,
+    system: System = None,
+    template: Annotated[
+        bool | None,
+        typer.Option("--template/--no-template", help="use the model's chat template (default: if it has one)"),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object a prompt")] = False,
+    progress: Annotated[bool, typer.Option("--progress", "-p", help="show a bar and a summary, on stderr")] = False,
+) -> int:
+    """Answer one prompt, streamed, or many in one batch."""
+    from octavo.cli.generate import run
+
+    return run(
+        model,
+        prompts or [],
+        file=file,
+        system=system,
+        template=template,
+        as_json=json,
+        progress=progress,
+        engine=engine,
+        sampling=sampling,
+    )
+
+
+@app.command(cls=Command)
+@command
+def chat(model: Model, engine: Any, sampling: Any, system: System = None) -> int:
+    """Talk to a model in the terminal."""
+    from octavo.cli.chat import run
+
+    return run(model, system, engine, sampling)
+
+
+@app.command(cls=Command)
+@command
+def bench(
+    model: Model,
+    engine: Any,
+    prompt: Annotated[int, typer.Option(min=1, metavar="N", help="prompt tokens of a request")] = 128,
+    output: Annotated[int, typer.Option(min=2, metavar="N", help="tokens that a request answers")] = 64,
+    requests: Annotated[int, typer.Option(min=1, metavar="N", help="requests at once")] = 16,
+) -> int:
+    """Measure tokens a second on this machine.
+
+    On random prompts: one request's prefill and decode, then many requests at once.
+    """
+    from octavo.cli.bench import run
+
+    return run(model, prompt, output, requests, engine)
+
+
+@app.command(cls=Command)
+@command
+def doctor() -> int:
+    """Show what Octavo finds on this machine.
+
+    Instruction set, threads, memory, extras, and the folder of the models.
+    """
+    from octavo.cli.doctor import run
+
+    return run()

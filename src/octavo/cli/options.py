@@ -1,0 +1,189 @@
+"""Options of the commands, made from the settings that they set.
+
+Types and defaults are those of the dataclasses; a table here adds a flag's help.  An option that isn't given stays
+out of the settings, so a default is written down in one place only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields
+from functools import wraps
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperArgument, TyperCommand
+
+from octavo.config import EngineConfig
+from octavo.core.params import ParamError, SamplingParams
+
+Settings = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One field of a dataclass as an option: ``unit`` stands for its value in the help, ``short`` is a further name."""
+
+    field: str
+    help: str
+    unit: str | None = None
+    short: str | None = None
+
+
+ENGINE = (
+    Flag("kv_memory", 'memory for keys and values, such as "512MiB" or "2GB" (default: from what is free)', "SIZE"),
+    Flag("kv_blocks", "the same as a number of blocks", "N"),
+    Flag("kv_dtype", "float16, float32 or bfloat16", "TYPE"),
+    Flag("block_size", "token slots in a block", "N"),
+    Flag("max_batched_tokens", "tokens computed in a step (default: adapts to the machine)", "N"),
+    Flag("max_running", "sequences that run at a time", "N"),
+    Flag("max_context", "most tokens of one sequence, prompt and answer (default: the model's)", "N"),
+    Flag("prefix_cache", "do not keep computed prefixes for prompts that begin alike"),
+    Flag("threads", "threads to compute with (default: the CPUs this process may use)", "N"),
+    Flag("compute", "fast (8-bit activations against quantised weights) or exact (float)", "HOW"),
+    Flag("isa", "a kernel build by name (default: the best that runs here, see `octavo doctor`)", "NAME"),
+    Flag("generation_defaults", "do not let the model's generation config fill options that are not given"),
+    Flag("policy", "fcfs (first come, first served) or priority", "NAME"),
+    Flag("backend", "cpu, or reference (NumPy, slow: the definition of right)", "NAME"),
+    Flag("audit", "recount all blocks after each step (slow, for debugging)"),
+)
+
+# The settings that decide what fits.
+MEMORY = ("kv_memory", "kv_blocks", "kv_dtype", "block_size", "max_running", "max_context")
+
+SAMPLING = (
+    Flag("max_tokens", "most tokens to generate (default: until the model ends or nothing fits)", "N", "-m"),
+    Flag("temperature", "0 is greedy; higher is more random", "T", "-t"),
+    Flag("top_k", "draw from the K most likely tokens; 0 is all", "K"),
+    Flag("top_p", "draw from the smallest set of tokens with this share of the probability", "P"),
+    Flag("min_p", "leave out tokens less likely than this share of the best one", "P"),
+    Flag("repetition_penalty", "above 1: make tokens of the prompt and the answer less likely", "X"),
+    Flag("presence_penalty", "subtracted from the logit of every token that the answer holds", "X"),
+    Flag("frequency_penalty", "the same, times how often the answer holds it", "X"),
+    Flag("seed", "the same seed and prompt give the same answer (default: drawn)", "N"),
+    Flag("n", "answers to each prompt", "N", "-n"),
+    Flag("stop", "end the answer at this text (may be given again)", "TEXT"),
+    Flag("stop_token_ids", "end the answer at this token id (may be given again)", "ID"),
+    Flag("bad_words", "text that may not appear (may be given again)", "TEXT"),
+    Flag("logit_bias", "add to a token's logit (may be given again)", "ID=VALUE"),
+    Flag("min_tokens", "do not end before this many tokens", "N"),
+    Flag("ignore_eos", "go on past the model's end tokens"),
+    Flag("logprobs", "report this many best tokens at each position (with --json)", "N"),
+    Flag("prompt_logprobs", "the same for the prompt (with --json)", "N"),
+    Flag("skip_special_tokens", "keep special tokens in the text"),
+    Flag("include_stop_str_in_output", "keep the stop text in the answer"),
+)
+
+# How a field's annotation is given on the command line.
+_TYPES: dict[str, Any] = {
+    "bool": bool | None,
+    "int": int | None,
+    "int | None": int | None,
+    "float": float | None,
+    "float | None": float | None,
+    "str": str | None,
+    "str | None": str | None,
+    "int | str | None": str | None,
+    "str | Sequence[str] | None": list[str] | None,
+    "Sequence[str]": list[str] | None,
+    "Sequence[int]": list[int] | None,
+    "Mapping[int, float] | None": list[str] | None,
+}
+
+
+def flag_name(field: Field[Any]) -> str:
+    """``--top-k``; a switch that is on by default can only be switched off: ``--no-prefix-cache``."""
+    return ("--no-" if field.default is True else "--") + field.name.replace("_", "-")
+
+
+def _parameter(flag: Flag, field: Field[Any], panel: str) -> inspect.Parameter:
+    help = flag.help
+    if not isinstance(field.default, bool) and field.default not in (None, MISSING, ()) and "default:" not in help:
+        help += f" (default: {field.default})"
+    names = [flag_name(field), *([flag.short] if flag.short else [])]
+    option = typer.Option(*names, help=help, metavar=flag.unit, rich_help_panel=panel, show_default=False)
+    kind = Annotated[_TYPES[str(field.type)], option]  # type: ignore[valid-type]
+    return inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+
+
+_TABLES: dict[str, tuple[tuple[Flag, ...], type, str]] = {
+    "engine": (ENGINE, EngineConfig, "Engine"),
+    "memory": (tuple(flag for flag in ENGINE if flag.field in MEMORY), EngineConfig, "Memory"),
+    "sampling": (SAMPLING, SamplingParams, "Sampling"),
+}
+
+
+class Command(TyperCommand):
+    """A command whose help lists its options in groups, on lines as wide as the terminal."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                kind = "Arguments" if isinstance(parameter, TyperArgument) else "Options"
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or kind, []).append(record)
+        for name, records in groups.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
+_COMMON = {
+    "verbose": Annotated[bool, typer.Option("--verbose", "-v", help="show what the engine decides, on stderr")],
+    "debug": Annotated[bool, typer.Option("--debug", help="show the traceback of an error")],
+}
+
+
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Expands parameters called ``engine``, ``memory`` and ``sampling`` into options.
+
+    The function gets what was given of each as a dict.  Every command also takes --verbose and --debug.
+    """
+    own = inspect.signature(function, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    expanded: dict[str, dict[str, Field[Any]]] = {}
+    for parameter in own.parameters.values():
+        if parameter.name not in _TABLES:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        flags, settings, panel = _TABLES[parameter.name]
+        typed = {f.name: f for f in fields(settings)}
+        parameters += [_parameter(flag, typed[flag.field], panel) for flag in flags]
+        expanded[parameter.name] = {flag.field: typed[flag.field] for flag in flags}
+    for name, annotation in _COMMON.items():
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=annotation))
+
+    @wraps(function)
+    def run(**given: Any) -> Any:
+        from octavo.cli.console import show_log
+
+        show_log(given.pop("verbose"))
+        given.pop("debug")
+        for name, typed in expanded.items():
+            values = {f: given.pop(f) for f in typed}
+            given[name] = {f: _value(typed[f], v) for f, v in values.items() if v is not None and v != []}
+        return function(**given)
+
+    signature = own.replace(parameters=parameters)
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _value(field: Field[Any], value: Any) -> Any:
+    if field.default is True:
+        return not value
+    return _biases(value) if field.name == "logit_bias" else value
+
+
+def _biases(given: Sequence[str]) -> Mapping[int, float]:
+    biases = {}
+    for text in given:
+        token, _, value = text.partition("=")
+        try:
+            biases[int(token)] = float(value)
+        except ValueError:
+            raise ParamError("logit_bias", f"must be ID=VALUE, such as 42=-100, not {text!r}") from None
+    return biases
