@@ -125,7 +125,7 @@ class Rig:
             self.kv,
             tokenizer=tokenizer,
             eos_ids=eos_ids,
-            policy=POLICIES[policy],
+            policy=POLICIES[policy](),
             budget=TokenBudget(budget),
             max_running=max_running,
             clock=self.clock,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -48,7 +49,8 @@ class EngineConfig:
     - ``compute``: "fast" (8-bit activations against quantised weights) or "exact" (float activations)
     - ``threads``: None: the CPUs that the process may use; ``isa``: a kernel build by name, None: the best that runs
     - ``generation_defaults``: whether the model's generation config fills parameters that a request does not give
-    - ``policy``: "fcfs" or "priority"
+    - ``policy``: "fcfs", "priority" (lower number first), "shortest" (fewest tokens to go) or "fair" (a share for each
+      user, ``user_weights`` maps users to shares other than 1)
     - ``backend``: "cpu" or "reference" (NumPy, slow: the definition of right)
     - ``audit``: recount all blocks after each step (slow; for tests)
     """
@@ -66,6 +68,7 @@ class EngineConfig:
     isa: str | None = None
     generation_defaults: bool = True
     policy: str = "fcfs"
+    user_weights: Mapping[str, float] | None = None
     backend: str = "cpu"
     audit: bool = False
 
@@ -83,7 +86,8 @@ class EngineConfig:
         self._one_of("kv_dtype", tuple(KV_ITEMSIZE))
         self._one_of("compute", ("fast", "exact"))
         self._one_of("backend", ("cpu", "reference"))
-        self._one_of("policy", ("fcfs", "priority"))
+        self._one_of("policy", ("fcfs", "priority", "shortest", "fair"))
+        self._check_weights()
         for name in ("prefix_cache", "generation_defaults", "audit"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
@@ -91,6 +95,15 @@ class EngineConfig:
             if self.kv_blocks is not None:
                 raise ConfigError("kv_memory and kv_blocks both set the size of the KV cache: give one", "kv_memory")
             object.__setattr__(self, "kv_memory", parse_size(self.kv_memory, "kv_memory"))
+
+    def _check_weights(self) -> None:
+        if self.user_weights is None:
+            return
+        if self.policy != "fair":
+            raise ConfigError('user_weights go with policy="fair"', "user_weights")
+        for user, weight in self.user_weights.items():
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < 1e9:
+                raise ConfigError(f"user_weights: the weight of {user!r} must be above 0, not {weight!r}", "user_weights")
 
     def _within(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)

@@ -51,6 +51,9 @@ class Request:
         self.branches: list[Sequence] = []
         self.readers: list[Any] = []  # one for each branch: what turns its tokens into text
         self.scores: list[TokenLogprobs] = []  # of prompt tokens 1, 2, ...
+        self.beams: Any = None  # engine.beams.Beams of a beam search
+        self.dropped_preemptions = 0  # of branches that are no longer listed
+        self.cached = 0  # prompt tokens that came from the prefix cache
         self.error: str | None = None
         self.first_token: float | None = None
         self.finished = False
@@ -80,13 +83,8 @@ class Request:
         self.branches[0].scored = len(self.scores)
 
     @property
-    def cached(self) -> int:
-        """Prompt tokens that came from the prefix cache."""
-        return (self.branches[0].cached or 0) if self.branches else 0
-
-    @property
     def preemptions(self) -> int:
-        return sum(s.preemptions for s in self.branches)
+        return self.dropped_preemptions + sum(s.preemptions for s in self.branches)
 
     @property
     def done(self) -> bool:

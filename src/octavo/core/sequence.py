@@ -31,7 +31,7 @@ class Sequence:
     __slots__ = (
         "number", "request", "branch", "tokens", "prompt_length", "computed", "state", "params", "salt", "user",
         "priority", "arrival", "served", "preemptions", "forks", "scored", "limit", "finish_reason", "stop_reason",
-        "cached",
+        "cached", "parked", "idle",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +65,8 @@ class Sequence:
         self.preemptions = 0
         self.forks = params.n - 1 if branch == 0 else 0  # branches still to be forked off this one
         self.scored = 0 if params.prompt_logprobs is not None and branch == 0 else prompt_length
+        self.idle = False  # of a session that nobody uses for now: the first to lose its blocks
+        self.parked = False  # has nothing to compute for now: a beam that waits for the others, an idle session
         self.cached: int | None = None  # prompt tokens taken from the prefix cache when first admitted
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

@@ -64,6 +64,11 @@ def draws(sequence: Sequence, rules: Rules) -> tuple[Draw, ...]:
     )
 
 
+def beam_draws(sequence: Sequence, candidates: int) -> tuple[Draw, ...]:
+    """For a beam: the ``candidates`` most likely tokens; which of them are taken is the search's to say."""
+    return (Draw(sequence.branch, len(sequence.tokens), 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, 0, candidates),)
+
+
 def _bias(sequence: Sequence, params: SamplingParams, rules: Rules) -> tuple[tuple[int, float], ...]:
     if not params.logit_bias and not rules.bad and not params.min_tokens:
         return ()

@@ -21,7 +21,7 @@ from octavo.loading.checkpoint import Checkpoint
 from octavo.models.decoder import compile_model, kv_layout, load_weights
 from octavo.paging.kv import KV
 from octavo.schedule.budget import TokenBudget
-from octavo.schedule.policies import POLICIES
+from octavo.schedule.policies import POLICIES, FairShare, Policy
 from octavo.text.chat import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
 
@@ -53,6 +53,10 @@ def make_backend(config: EngineConfig) -> Backend:
     from octavo.kernels.cpu import CpuBackend
 
     return CpuBackend(threads=config.threads, compute=config.compute, isa=config.isa)
+
+
+def make_policy(config: EngineConfig) -> Policy:
+    return FairShare(config.user_weights) if config.policy == "fair" else POLICIES[config.policy]()
 
 
 def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -121,7 +125,7 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
         kv,
         tokenizer=tokenizer,
         eos_ids=ends,
-        policy=POLICIES[config.policy],
+        policy=make_policy(config),
         budget=TokenBudget(config.max_batched_tokens, report=log.info),
         max_running=config.max_running,
         most_logits=max(1, LOGITS_BYTES // (4 * spec.vocab)),

@@ -6,20 +6,23 @@ import logging
 from array import array
 from collections import deque
 from dataclasses import replace
+from typing import cast
 
 from octavo.clock import Clock, RealClock
 from octavo.core.events import Delta, Finished
 from octavo.core.plan import Draw, Row, RowResult, TokenLogprobs
 from octavo.core.request import Request
 from octavo.core.sequence import Sequence, State
-from octavo.decode.branching import draws
+from octavo.decode.beam import Child
+from octavo.decode.branching import beam_draws, draws
+from octavo.engine.beams import Beams
 from octavo.engine.reader import Reader
 from octavo.engine.stats import Counters, Stats
 from octavo.execute.executor import Executor
 from octavo.paging.audit import audit
 from octavo.paging.kv import KV
 from octavo.schedule.budget import TokenBudget
-from octavo.schedule.policies import FIRST_COME, Policy
+from octavo.schedule.policies import Policy
 from octavo.schedule.scheduler import Decision, Scheduler
 from octavo.text.tokenizer import Tokenizer
 
@@ -40,7 +43,7 @@ class Engine:
         *,
         tokenizer: Tokenizer | None = None,
         eos_ids: tuple[int, ...] = (),
-        policy: Policy = FIRST_COME,
+        policy: Policy | None = None,
         budget: TokenBudget | None = None,
         max_running: int = 256,
         most_logits: int = 1024,
@@ -71,15 +74,15 @@ class Engine:
         self.requests[request.number] = request
         self.counters.prompt_tokens += len(request.prompt)
         sequence = self._branch(request, 0, request.prompt[:])
+        if request.beams is not None:
+            request.beams.sequences = [sequence]
         self.scheduler.add(sequence)
 
     def abort(self, request: Request) -> None:
         """End a request now; call between steps.  Its blocks are back when this returns."""
         if request.finished:
             return
-        for sequence in request.branches:
-            if sequence.state is not State.FINISHED:
-                self._end(request, sequence, "abort")
+        self._end_branches(request, "abort")
         self.counters.aborted += 1
         self._close(request)
 
@@ -119,7 +122,10 @@ class Engine:
         return plan.tokens
 
     def _draws(self, sequence: Sequence) -> tuple[Draw, ...]:
-        return draws(sequence, self._owners[sequence.number].rules)
+        request = self._owners[sequence.number]
+        if request.beams is not None:
+            return beam_draws(sequence, request.beams.search.kept)
+        return draws(sequence, request.rules)
 
     def _fold(self, sequence: Sequence, start: int, stop: int, row: Row, outcome: RowResult, now: float) -> None:
         if sequence.state is State.FINISHED:  # its request failed by another branch of this very step
@@ -142,7 +148,14 @@ class Engine:
             return
         if request.first_token is None:
             request.first_token = now
+            request.cached = sequence.cached or 0
             self.counters.cached_tokens += request.cached
+        if request.beams is not None:
+            scored = outcome.logprobs[0]
+            assert scored is not None
+            if request.beams.add(sequence, scored.best):
+                self._next_beams(request, request.beams)
+            return
         branches = self._fork(request, sequence, len(outcome.tokens))
         for branch, token, logprobs in zip(branches, outcome.tokens, outcome.logprobs, strict=True):
             self._accept(request, branch, token, logprobs)
@@ -195,6 +208,46 @@ class Engine:
             return "stop"
         return None
 
+    # ---- beams -----------------------------------------------------------------------------------------------------
+
+    def _next_beams(self, request: Request, beams: Beams) -> None:
+        """All beams have their candidates: fork those with several children, drop those with none."""
+        children = beams.advance()
+        old = beams.sequences
+        heirs: dict[int, bool] = {}
+        new = []
+        for child in children:
+            if child.parent in heirs:
+                new.append(self._fork_beam(request, beams, old[child.parent]))
+            else:
+                heirs[child.parent] = True
+                new.append(old[child.parent])
+        for i, sequence in enumerate(old):
+            if i not in heirs:
+                self._drop(request, sequence)
+        for child, sequence in zip(cast(list[Child], children), new, strict=True):
+            sequence.tokens.append(child.token)
+            sequence.parked = False
+        beams.sequences = request.branches = new
+        self.counters.generated_tokens += len(children)
+        if beams.search.done:
+            self.counters.finished += 1
+            self._close(request)
+
+    def _fork_beam(self, request: Request, beams: Beams, parent: Sequence) -> Sequence:
+        beams.born += 1
+        self._sequences += 1
+        child = request.branch(self._sequences, beams.born, parent.tokens[:])
+        self._owners[child.number] = request
+        self.scheduler.add_fork(parent, child)
+        return child
+
+    def _drop(self, request: Request, sequence: Sequence) -> None:
+        """A sequence ends without a word: its blocks go back at once."""
+        request.dropped_preemptions += sequence.preemptions
+        self.scheduler.remove(sequence)
+        del self._owners[sequence.number]
+
     # ---- endings ---------------------------------------------------------------------------------------------------
 
     def _end(
@@ -214,12 +267,19 @@ class Engine:
             text += request.readers[sequence.branch].flush(count)
         self._tell(request, sequence, tokens, text, logprobs)
 
+    def _end_branches(self, request: Request, reason: str) -> None:
+        for sequence in request.branches:
+            if sequence.state is State.FINISHED:
+                continue
+            if request.beams is not None:
+                self._drop(request, sequence)
+            else:
+                self._end(request, sequence, reason)
+
     def _fail(self, request: Request, error: str) -> None:
         log.error("request %s failed: %s", request.id, error)
         request.error = error
-        for sequence in request.branches:
-            if sequence.state is not State.FINISHED:
-                self._end(request, sequence, "error")
+        self._end_branches(request, "error")
         self.counters.failed += 1
         self._close(request)
 

@@ -15,7 +15,7 @@ from octavo.core.plan import Draw, Move, Plan, Row
 from octavo.core.sequence import Sequence, State
 from octavo.paging.draft import Draft
 from octavo.paging.kv import KV, Match
-from octavo.schedule.policies import FIRST_COME, Policy, Rank
+from octavo.schedule.policies import Policy, Rank
 
 Draws = Callable[[Sequence], tuple[Draw, ...]]
 NO_TOKENS: array[int] = array("i")
@@ -42,12 +42,12 @@ class Scheduler:
     def __init__(
         self,
         kv: KV,
-        policy: Policy = FIRST_COME,
+        policy: Policy | None = None,
         max_running: int = 256,
         most_logits: int = 1024,
     ) -> None:
         self.kv = kv
-        self.policy = policy
+        self.policy = policy or Policy()
         self.max_running = max_running
         self.most_logits = most_logits  # logits rows of a scoring chunk
         self.running: list[Sequence] = []
@@ -57,22 +57,28 @@ class Scheduler:
     # ---- queues ----------------------------------------------------------------------------------------------------
 
     def add(self, sequence: Sequence) -> None:
+        self.policy.arrived(sequence)
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=lambda s: self.policy.rank(s, 0.0))
 
     def add_fork(self, parent: Sequence, child: Sequence) -> None:
         """A branch starts from its parent's blocks; or empty-handed, when as many run as may."""
+        self.policy.arrived(child)
         if parent.state is State.RUNNING and len(self.running) < self.max_running:
             self.kv.fork(parent, child)
             child.become(State.RUNNING)
             child.computed = parent.computed
             insort(self.running, child, key=lambda s: self.policy.rank(s, 0.0))
         else:
-            self.add(child)
+            self._wait(child)
 
     def remove(self, sequence: Sequence) -> None:
         """A sequence finished, failed or was aborted: its blocks go back at once."""
         (self.running if sequence.state is State.RUNNING else self.waiting).remove(sequence)
         sequence.become(State.FINISHED)
+        self.policy.left(sequence)
         self.kv.close(sequence.number)
 
     @property
@@ -110,7 +116,9 @@ class Scheduler:
             if sequence.cached is None:
                 sequence.cached = 0
             sequence.served = step
-            rows.append(self._row(sequence, start, stop, draws))
+            row = self._row(sequence, start, stop, draws)
+            self.policy.served(sequence, stop - start, len(row.draws))
+            rows.append(row)
         return Plan(step, tuple(moves), tuple(rows))
 
     def preempt(self, victim: Sequence) -> None:
@@ -120,7 +128,7 @@ class Scheduler:
         victim.become(State.WAITING)
         victim.preemptions += 1
         self.preemptions += 1
-        self.add(victim)
+        self._wait(victim)
 
     def _row(self, sequence: Sequence, start: int, stop: int, draws: Draws) -> Row:
         tokens = sequence.tokens
@@ -154,6 +162,7 @@ class _Round:
         self.running = [s for _, s in self.ranked]
         self.next = 0  # cursor into `running`: served or skipped before it
         self.end = len(self.running)  # victims have been taken from here on
+        self.active = sum(not s.parked for s in self.running)  # before `end`, those that compute
         self.left = budget
         self.computing: dict[bytes, bool] = {}  # keys of the blocks that this step's rows compute
         self.awaiting = 0  # deferred ones that will want to run when the blocks are there
@@ -176,6 +185,8 @@ class _Round:
     def decide(self) -> Decision:
         """Walk running and waiting sequences merged by rank."""
         queue = self.scheduler.waiting
+        if self.scheduler.policy.moving:
+            queue = sorted(queue, key=self.rank)
         waiting = 0
         open_ = True  # admission closes at the first sequence that does not fit: nobody overtakes it
         while self.next < self.end or (open_ and waiting < len(queue)):
@@ -194,7 +205,7 @@ class _Round:
     # ---- running sequences -----------------------------------------------------------------------------------------
 
     def _continue(self, sequence: Sequence) -> None:
-        if sequence.number in self.resting or not self._room():
+        if sequence.parked or sequence.number in self.resting or not self._room():
             return
         match = self.kv.match(sequence) if sequence.pending > 1 else None
         if match is not None and self.draft.attach_cost(sequence, match) > self.draft.free:
@@ -254,6 +265,7 @@ class _Round:
         victim = self.running[self.end]
         if victim.pending == 1:
             self.decoding -= 1
+        self.active -= not victim.parked
         self.draft.release(victim)
         self.decision.victims.append(victim)
         return True
@@ -292,10 +304,12 @@ class _Round:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its first row if it fits.  False closes admission for this step."""
+        if sequence.parked:
+            return True
         victims = self.decision.victims
         if victims and self.rank(victims[-1]) < self.rank(sequence):
             return False  # nobody takes the place of one that has just lost it
-        running = self.end + len(self.decision.admitted) + self.awaiting
+        running = self.active + len(self.decision.admitted) + self.awaiting
         if running >= self.scheduler.max_running and not self._outranks_victim(sequence):
             return False
         if not self._room() or (self.decision.rows and self.left <= self.decoding):
@@ -306,7 +320,7 @@ class _Round:
             self.decision.deferred += 1
             self.awaiting += 1
             return True
-        while not self._admissible(sequence, match) or self.end + len(self.decision.admitted) >= (
+        while not self._admissible(sequence, match) or self.active + len(self.decision.admitted) >= (
             self.scheduler.max_running
         ):
             if not (self._outranks_victim(sequence) and self._take_victim()):
@@ -328,15 +342,15 @@ class _Round:
         """Whether the sequence may push out the worst running one behind the cursor."""
         if self.end <= self.next:
             return False
-        if not self.decision.rows and self.next == 0:
-            return True  # the best-ranked of all
+        if not self.decision.rows and all(s.parked for s in self.running[: self.next]):
+            return True  # the best-ranked of all that have something to compute
         level = self.scheduler.policy.level
         return level(sequence) < level(self.running[self.end - 1])
 
     def _admissible(self, sequence: Sequence, match: Match | None) -> bool:
         """Whether all its known tokens fit beside a spare block for each that runs; alone, whether a token fits."""
         kv = self.kv
-        alone = self.end == 0 and not self.decision.admitted
+        alone = self.active == 0 and not self.decision.admitted
         start = match.length if match else 0
         hit = self.draft.attach_cost(sequence, match) if match else 0
         if alone:
@@ -345,5 +359,5 @@ class _Round:
         length = len(sequence.tokens)
         fresh = max(0, kv.blocks_for(length, 1) - (kv.blocks_for(start, 1) if start else 0))
         first = self.draft.extend_cost(sequence, start, min(length, start + kv.block_size), start // kv.block_size)
-        spare = kv.groups * (self.end + len(self.decision.admitted))
+        spare = kv.groups * (self.active + len(self.decision.admitted))
         return hit + max(fresh, first) + spare + self.promised <= self.draft.free
