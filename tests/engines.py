@@ -139,6 +139,8 @@ class Rig:
             eos_ids=eos_ids,
             defaults=defaults,
             now=self.clock.now,
+            blocks=pool,
+            beam_blocks=self.kv.beam_blocks,
         )
         self.events: dict[str, list[Delta | Finished]] = {}
         self.deferred = 0  # how often a sequence waited for a block that another row computed

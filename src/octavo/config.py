@@ -103,7 +103,7 @@ class EngineConfig:
             raise ConfigError('user_weights go with policy="fair"', "user_weights")
         for user, weight in self.user_weights.items():
             if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < 1e9:
-                raise ConfigError(f"user_weights: the weight of {user!r} must be above 0, not {weight!r}", "user_weights")
+                raise ConfigError(f"user_weights: a weight must be above 0, not {weight!r} ({user})", "user_weights")
 
     def _within(self, name: str, low: int, high: int) -> None:
         value = getattr(self, name)

@@ -141,6 +141,8 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
         eos_ids=ends,
         defaults=sampling_defaults(checkpoint, config),
         now=clock.now,
+        blocks=memory.blocks,
+        beam_blocks=kv.beam_blocks,
     )
     log.info("%s: weights %s, %s", model, format_size(checkpoint.nbytes), memory.describe())
     chosen = config.max_batched_tokens

@@ -228,7 +228,7 @@ class Engine:
         for child, sequence in zip(cast(list[Child], children), new, strict=True):
             sequence.tokens.append(child.token)
             sequence.parked = False
-        beams.sequences = request.branches = new
+        beams.sequences, request.branches = new, list(new)
         self.counters.generated_tokens += len(children)
         if beams.search.done:
             self.counters.finished += 1

@@ -9,7 +9,9 @@ from typing import Any
 
 from octavo.core.params import SamplingParams
 from octavo.core.request import Request, Sink
+from octavo.decode.beam import BeamSearch
 from octavo.decode.branching import Rules
+from octavo.engine.beams import Beams
 from octavo.errors import RequestError
 from octavo.text.badwords import token_sequences
 from octavo.text.tokenizer import Tokenizer
@@ -27,6 +29,14 @@ def checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
         if not isinstance(name, str) or name in RESERVED:
             raise RequestError(f"chat_template_kwargs: {name!r} cannot be set here", "chat_template_kwargs")
     return dict(options)
+
+
+MAX_WIDTH = 256
+
+
+def _within(field: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise RequestError(f"{field} must be an integer in [{low}, {high}], not {value!r}", field)
 
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -48,6 +58,8 @@ class Intake:
         eos_ids: tuple[int, ...] = (),
         defaults: Mapping[str, Any] | None = None,
         now: Callable[[], float],
+        blocks: int = 2**31,
+        beam_blocks: Callable[[int, int, int], int] = lambda prompt, output, width: 0,
     ) -> None:
         self.tokenizer = tokenizer
         self.vocab = vocab
@@ -56,6 +68,8 @@ class Intake:
         self.eos_ids = eos_ids
         self.defaults = dict(defaults or {})
         self._now = now
+        self.blocks = blocks
+        self.beam_blocks = beam_blocks
         self._requests = 0
         self._bad: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
@@ -100,6 +114,43 @@ class Intake:
             arrival=self._now(),
             sink=sink,
         )
+
+    def beam_search(
+        self,
+        prompt: Prompt,
+        *,
+        width: int = 4,
+        max_tokens: int = 64,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        ignore_eos: bool = False,
+        **given: Any,
+    ) -> Request:
+        """A request that is answered by beam search; all of its beams have to fit at a time."""
+        _within("width", width, 1, MAX_WIDTH)
+        if isinstance(length_penalty, bool) or not isinstance(length_penalty, (int, float)):
+            raise RequestError(f"length_penalty must be a number, not {length_penalty!r}", "length_penalty")
+        if not -100 <= length_penalty <= 100:
+            raise RequestError(f"length_penalty must be in [-100, 100], not {length_penalty}", "length_penalty")
+        if early_stopping not in (True, False, "never"):
+            message = f'early_stopping must be true, false or "never", not {early_stopping!r}'
+            raise RequestError(message, "early_stopping")
+        _within("max_tokens", max_tokens, 1, 2**31 - 1)
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+        request = self.request(prompt, params, **given)
+        ends = () if ignore_eos else self.eos_ids
+        search = BeamSearch(width, max_tokens, ends, float(length_penalty), early_stopping)
+        if search.kept > self.vocab:
+            raise RequestError(f"width {width} is too large for a vocabulary of {self.vocab}", "width")
+        needed = self.beam_blocks(len(request.prompt), max_tokens, width)
+        if needed > self.blocks:
+            raise RequestError(
+                f"width: {width} beams of {len(request.prompt)} + {max_tokens} tokens can need {needed} blocks, "
+                f"the whole KV cache has {self.blocks}",
+                "width",
+            )
+        request.beams = Beams(search)
+        return request
 
     def _tokens(self, prompt: Prompt, add_special: bool) -> tuple[str | None, array[int]]:
         if isinstance(prompt, Mapping):

@@ -89,6 +89,46 @@ class LLM:
             requests.append(parts.intake.request(text, own, cache_salt=cache_salt, add_special=False))
         return self._run(requests, progress)
 
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        width: int = 4,
+        max_tokens: int = 64,
+        length_penalty: float = 1.0,
+        early_stopping: bool | str = False,
+        n: int | None = None,
+        ignore_eos: bool = False,
+        *,
+        progress: bool = False,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """The ``n`` (default: all ``width``) best answers to each prompt by beam search, best first.
+
+        Scores and stopping follow transformers' ``generate(num_beams=width, do_sample=False)``: a finished answer's
+        ``score`` is the sum of its log-probabilities over length^length_penalty; ``early_stopping`` True ends with
+        ``width`` finished answers, False when no running beam looks able to beat them, "never" when none could.
+        Beams share blocks; a block is copied only when one beam writes to it while others hold it.
+        """
+        parts = self._open()
+        if n is not None and (isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= width):
+            raise RequestError(f"n must be an integer in [1, width], not {n!r}", "n")
+        requests = [
+            parts.intake.beam_search(
+                prompt,
+                width=width,
+                max_tokens=max_tokens,
+                length_penalty=length_penalty,
+                early_stopping=early_stopping,
+                ignore_eos=ignore_eos,
+                cache_salt=cache_salt,
+            )
+            for prompt in _as_list(prompts)
+        ]
+        results = self._run(requests, progress)
+        for result in results:
+            del result.outputs[n if n is not None else width :]
+        return results
+
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
         engine = self._open().engine
         with self._lock, Interrupts() as interrupted, Bar(progress, len(requests)) as bar:
@@ -103,7 +143,7 @@ class LLM:
             finally:
                 for request in requests:
                     engine.abort(request)
-        return [request_output(request) for request in requests]
+        return [request_output(request, engine.tokenizer.decode) for request in requests]
 
     # ---- the rest --------------------------------------------------------------------------------------------------
 

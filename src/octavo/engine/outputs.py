@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from octavo.core.events import Delta
@@ -9,6 +11,8 @@ from octavo.core.plan import TokenLogprobs
 from octavo.core.request import Request
 from octavo.core.sequence import Sequence
 from octavo.engine.reader import Reader
+
+Decode = Callable[[Seq[int]], str]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    score: float | None = None  # of a beam search: cumulative_logprob / length^length_penalty
 
 
 @dataclass
@@ -79,17 +84,40 @@ def completion(sequence: Sequence, reader: Reader) -> CompletionOutput:
     )
 
 
-def request_output(request: Request) -> RequestOutput:
+def beam_completions(request: Request, decode: Decode) -> list[CompletionOutput]:
+    """The finished hypotheses, best first."""
+    search = request.beams.search
+    out = []
+    for index, found in enumerate(search.finished):
+        ended = bool(found.tokens) and found.tokens[-1] in search.ends
+        out.append(
+            CompletionOutput(
+                index,
+                decode(found.tokens[: -1 if ended else None]),
+                list(found.tokens),
+                cumulative_logprob=found.score * len(found.tokens) ** search.length_penalty,
+                finish_reason="stop" if ended else "length",
+                score=found.score,
+            )
+        )
+    return out
+
+
+def request_output(request: Request, decode: Decode = lambda tokens: "") -> RequestOutput:
     """The result as far as it is."""
     scores = None
     if request.params.prompt_logprobs is not None:
         scores = [None, *(_entry(s) for s in request.scores)]
     first = request.first_token
+    if request.beams is not None:
+        outputs = beam_completions(request, decode)
+    else:
+        outputs = [completion(s, r) for s, r in zip(request.branches, request.readers, strict=True)]
     return RequestOutput(
         request_id=request.id,
         prompt=request.prompt_text,
         prompt_token_ids=list(request.prompt),
-        outputs=[completion(s, r) for s, r in zip(request.branches, request.readers, strict=True)],
+        outputs=outputs,
         prompt_logprobs=scores,
         num_cached_tokens=request.cached,
         seed=request.params.seed,

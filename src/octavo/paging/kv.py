@@ -78,6 +78,11 @@ class KV:
                 total += min(full, (span + self.block_size - 2) // self.block_size + 1)
         return total
 
+    def beam_blocks(self, prompt: int, output: int, width: int) -> int:
+        """Most blocks that ``width`` beams hold at a time: they share the prompt's full blocks, no others for sure."""
+        shared = prompt // self.block_size * sum(w is None for w in self.windows) if width > 1 else 0
+        return shared + width * (self.blocks_for(prompt + output) - shared)
+
     def longest(self) -> int:
         """Most tokens that one sequence can have in this pool, computed token by token."""
         low, high = 0, self.pool.size * self.block_size

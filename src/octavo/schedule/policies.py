@@ -107,7 +107,9 @@ class FairShare(Policy):
 
     def served(self, sequence: Sequence, computed: int, drawn: int) -> None:
         # Tokens computed again after a preemption are no service to the user.
-        cost = self.output_cost * drawn + (0 if sequence.preemptions or drawn == computed else self.input_cost * computed)
+        cost = self.output_cost * drawn
+        if not sequence.preemptions and drawn != computed:
+            cost += self.input_cost * computed
         user = sequence.user
         self.counters[user] = self.counters.get(user, 0.0) + cost / self.weights.get(user, 1.0)
 
