@@ -78,14 +78,14 @@ def test_width_one_is_greedy(world: tuple[Any, Path]) -> None:
         assert beam.token_ids == greedy.token_ids
 
 
-@pytest.mark.parametrize("pool", [24, 30, 60])
+@pytest.mark.parametrize("pool", [23, 26, 100])
 def test_same_beams_under_pressure(world: tuple[Any, Path], pool: int) -> None:
     """Beams that are preempted and come back are the same beams: equal tokens and equal scores, bit for bit."""
     prompts = [tiny.prompt(n, n) for n in (7, 8, 9, 12)]
     with LLM(str(world[1]), kv_blocks=400, block_size=4) as llm:
-        alone = [llm.beam_search(p, 4, 10, ignore_eos=True)[0].outputs for p in prompts]
+        alone = [llm.beam_search(p, 4, 20, ignore_eos=True)[0].outputs for p in prompts]
     with LLM(str(world[1]), kv_blocks=pool, block_size=4, audit=True, max_batched_tokens=8) as llm:
-        together = [r.outputs for r in llm.beam_search(prompts, 4, 10, ignore_eos=True)]
-        assert llm.stats().counters.preemptions > 0 or pool == 60
+        together = [r.outputs for r in llm.beam_search(prompts, 4, 20, ignore_eos=True)]
+        assert llm.stats().counters.preemptions > 0 or pool == 100
         audit_idle(llm.parts.engine.kv)
     assert together == alone
