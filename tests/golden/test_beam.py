@@ -78,7 +78,7 @@ def test_width_one_is_greedy(world: tuple[Any, Path]) -> None:
         assert beam.token_ids == greedy.token_ids
 
 
-@pytest.mark.parametrize("pool", [23, 26, 100])
+@pytest.mark.parametrize("pool", [26, 30, 100])
 def test_same_beams_under_pressure(world: tuple[Any, Path], pool: int) -> None:
     """Beams that are preempted and come back are the same beams: equal tokens and equal scores, bit for bit."""
     prompts = [tiny.prompt(n, n) for n in (7, 8, 9, 12)]
