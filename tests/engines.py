@@ -8,7 +8,7 @@ from typing import Any
 from octavo.clock import SimulatedClock
 from octavo.core.events import Delta, Finished
 from octavo.core.params import SamplingParams
-from octavo.core.plan import Plan, StepResult
+from octavo.core.plan import Plan, RowResult, StepResult
 from octavo.core.request import Request
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake
@@ -45,6 +45,11 @@ class Pieces:
         raise AssertionError("prompts of these tests are ids")
 
 
+def six_bits(parent: bytes, tokens: bytes) -> bytes:
+    """A hash so weak that prefixes collide all the time."""
+    return bytes([chain_hash(parent, tokens)[0] & 63])
+
+
 class CheckedExecutor(ScriptedExecutor):
     """Refuses plans that write a block which another table names, or which can be hit."""
 
@@ -58,6 +63,26 @@ class CheckedExecutor(ScriptedExecutor):
                     assert self.kv.pool.counts[block] == 1, f"block {block} is written but shared"
                     assert self.kv.pool.content[block] is None, f"block {block} is written but published"
         return super().run(plan)
+
+
+class BlindExecutor:
+    """Draws a token from its position alone and reads nothing: for loads whose size matters, not their answers."""
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+
+    def run(self, plan: Plan) -> StepResult:
+        self.plans = [plan]
+        return StepResult(
+            plan.step,
+            tuple(
+                RowResult(tuple(draw.position % VOCAB for draw in row.draws), (None,) * len(row.draws))
+                for row in plan.rows
+            ),
+        )
+
+    def close(self) -> None:
+        pass
 
 
 class Rig:
@@ -86,11 +111,14 @@ class Rig:
         vocab: int = VOCAB,
         defaults: dict[str, Any] | None = None,
         audited: bool = True,
+        blind: bool = False,
     ) -> None:
         reach = None if None in windows else max(w for w in windows if w is not None)
         self.kv = KV(pool, block_size, windows, prefix_cache, hash)
-        self.executor = CheckedExecutor(pool, block_size, choose or prefix_hash(vocab, reach), windows, fail)
-        self.executor.kv = self.kv
+        self.executor: Any = BlindExecutor()
+        if not blind:
+            self.executor = CheckedExecutor(pool, block_size, choose or prefix_hash(vocab, reach), windows, fail)
+            self.executor.kv = self.kv
         self.clock = SimulatedClock()
         self.engine = Engine(
             self.executor,
@@ -120,6 +148,9 @@ class Rig:
     def _decided(self, now: float, budget: int) -> Decision:
         decision = self._decide(now, budget)
         assert decision == self._decide(now, budget), "deciding is not pure"
+        rank = self.engine.scheduler.policy.rank
+        for victim in decision.victims:
+            assert all(rank(s, now) < rank(victim, now) for s in decision.admitted), f"{victim} lost its place"
         self.deferred += decision.deferred
         return decision
 
@@ -145,6 +176,8 @@ class Rig:
             assert any(row.sequence == best.number for row in plan.rows), f"{best} is the best-ranked, and not served"
             assert 0 < tokens <= self.engine.budget.tokens
             assert len(scheduler.running) <= scheduler.max_running
+        if self.engine.audited:
+            check_index(self)
         for sequence in scheduler.running:
             slots = self.kv.covered(sequence.number)
             assert slots - sequence.computed < self.kv.block_size, f"{sequence} holds {slots} slots"
@@ -172,6 +205,27 @@ class Rig:
 
     def streamed(self, request: Request, branch: int = 0) -> str:
         return "".join(e.text for e in self.events[request.id] if isinstance(e, Delta) and e.branch == branch)
+
+
+def check_index(rig: Rig) -> None:
+    """Every entry of the prefix cache leads to a block whose slots hold just the tokens that the entry stands for."""
+    index, size = rig.kv.index, rig.kv.block_size
+    depths: dict[int, int] = {id(root): 0 for root in index.roots()}
+    entries = 0
+    for node in index.nodes():
+        chain = [node]
+        while id(chain[-1]) not in depths:
+            assert chain[-1].parent is not None
+            chain.append(chain[-1].parent)
+        for above, below in zip(chain[:0:-1], chain[-2::-1], strict=True):
+            depths[id(below)] = depths[id(above)] + 1
+        first = (depths[id(node)] - 1) * size
+        want = [(first + i, token) for i, token in enumerate(array("i", node.tokens))]
+        for block in node.blocks:
+            if block >= 0:
+                entries += 1
+                assert rig.executor.slots[block] == want, f"block {block} does not hold what the index says"
+    assert entries <= rig.kv.pool.size
 
 
 def outputs(request: Request) -> list[list[int]]:

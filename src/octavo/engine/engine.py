@@ -281,5 +281,6 @@ class Engine:
             blocks_cached=pool.cached,
             blocks_free=pool.free - pool.cached,
             blocks_peak=self._peak,
+            blocks_shared=pool.size - pool.counts.count(0) - pool.counts.count(1),
             token_budget=self.budget.tokens,
         )

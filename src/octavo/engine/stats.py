@@ -31,7 +31,8 @@ class Stats:
     """A snapshot: counters since start, and gauges of now.
 
     ``blocks_used`` + ``blocks_cached`` + ``blocks_free`` = ``blocks``: held by a sequence; free but still holding a
-    prefix that can be hit; free and empty.  ``waste`` is the mean share of held slots without a token.
+    prefix that can be hit; free and empty.  ``blocks_shared``: of the used ones, those that several
+    sequences name.  ``waste`` is the mean share of held slots without a token.
     """
 
     counters: Counters
@@ -44,6 +45,7 @@ class Stats:
     blocks_cached: int
     blocks_free: int
     blocks_peak: int
+    blocks_shared: int
     token_budget: int
     extra: dict[str, float] = field(default_factory=dict)
 

@@ -90,7 +90,7 @@ class Scheduler:
         """Releases, then attaches, then extends, each in the order of the decision; the draft has counted it all."""
         kv = self.kv
         for victim in decision.victims:
-            self._preempt(victim)
+            self.preempt(victim)
         for sequence in decision.admitted:
             kv.open(sequence)
             sequence.become(State.RUNNING)
@@ -113,7 +113,8 @@ class Scheduler:
             rows.append(self._row(sequence, start, stop, draws))
         return Plan(step, tuple(moves), tuple(rows))
 
-    def _preempt(self, victim: Sequence) -> None:
+    def preempt(self, victim: Sequence) -> None:
+        """Take a running sequence's blocks; it waits for its turn by rank."""
         self.running.remove(victim)
         self.kv.release(victim.number)
         victim.become(State.WAITING)

@@ -53,8 +53,16 @@ def script(answers: Mapping[tuple[int, ...], Sequence[int]], end: int = 0) -> Ne
     return choose
 
 
+def _logprobs(prefix: Sequence[int], token: int, best: int) -> TokenLogprobs:
+    """Made up, but a function of the whole prefix; the token itself is the best one."""
+    value = -(mixed(prefix) % 1000) / 100
+    return TokenLogprobs(token, value, 1, tuple((token + i, value - i) for i in range(best)))
+
+
 class ScriptedExecutor:
     """Owns: the token ids that "K and V" hold, slot by slot, in place of bytes.
+
+    ``slots[block][slot]`` is the (position, token) written there last, or None.
 
     Promises: a row reads its prefix out of the blocks that its tables name, and fails if a slot was never written or
     if layer groups disagree, so that wrong tables, early publishing and lost copies show as errors.
@@ -72,7 +80,7 @@ class ScriptedExecutor:
         self.windows = tuple(windows)
         self._choose = choose
         self._fail = fail
-        self._slots: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(blocks)]
+        self.slots: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(blocks)]
         self.plans: list[Plan] = []
 
     def run(self, plan: Plan) -> StepResult:
@@ -85,12 +93,12 @@ class ScriptedExecutor:
         return StepResult(plan.step, tuple(self._row(row) for row in plan.rows))
 
     def close(self) -> None:
-        self._slots = []
+        self.slots = []
 
     def _move(self, move: Move) -> None:
         if move.source.tier != DEVICE or move.target.tier != DEVICE:
             raise ValueError("one tier only")
-        self._slots[move.target.slot] = list(self._slots[move.source.slot])
+        self.slots[move.target.slot] = list(self.slots[move.source.slot])
 
     def _write(self, row: Row, written: dict[tuple[int, int], int]) -> None:
         for table in row.tables:
@@ -99,7 +107,7 @@ class ScriptedExecutor:
                 block, slot = table[position // self.block_size], position % self.block_size
                 if written.setdefault((block, slot), row.sequence) != row.sequence:
                     raise AssertionError(f"two rows of step write slot {slot} of block {block}")
-                self._slots[block][slot] = (position, token)
+                self.slots[block][slot] = (position, token)
 
     def _row(self, row: Row) -> RowResult:
         error = self._fail(row)
@@ -109,14 +117,11 @@ class ScriptedExecutor:
         prefix = self._prefix(row, last)
         tokens = tuple(self._choose(prefix, draw) for draw in row.draws)
         logprobs = tuple(
-            TokenLogprobs(t, -(mixed(prefix) % 1000) / 100, 1, ((t, 0.0),) * draw.logprobs)
-            if draw.logprobs >= 0
-            else None
-            for t, draw in zip(tokens, row.draws, strict=True)
+            _logprobs(prefix, token, draw.logprobs) if draw.logprobs >= 0 else None
+            for token, draw in zip(tokens, row.draws, strict=True)
         )
         scores = tuple(
-            TokenLogprobs(t, -(mixed(self._prefix(row, row.start + i)) % 1000) / 100, 1, ((t, 0.0),) * row.score)
-            for i, t in enumerate(row.targets)
+            _logprobs(self._prefix(row, row.start + i), token, row.score) for i, token in enumerate(row.targets)
         )
         return RowResult(tokens, logprobs, scores)
 
@@ -131,7 +136,7 @@ class ScriptedExecutor:
                 block = table[position // self.block_size]
                 if block < 0:
                     raise AssertionError(f"sequence {row.sequence}: position {position} is needed but freed")
-                values.append(self._slots[block][position % self.block_size])
+                values.append(self.slots[block][position % self.block_size])
             if not values:
                 found.append(-1)
                 continue
