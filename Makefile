@@ -18,7 +18,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 
 # What a list in pyproject.toml holds, one entry a line: $(call listed,expression on p)
 listed = $(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); print('\n'.join($(1)))"
-say = @printf '\033[1m%s\033[0m\n' "$(1)"
+say = @echo "== $(1)"
 
 .PHONY: help demo test lint format wheel wheel-check bench sanitize models clean
 
@@ -50,7 +50,7 @@ $(VENV)/.installed: $(VENV)/.made $(KERNELS)
 	  echo "error: Octavo needs Python's headers to build its kernels (on Debian: apt-get install python3-dev)" >&2; \
 	  exit 1; fi
 	$(call say,installing build tools)
-	@$(call listed,p['build-system']['requires'] + ['cmake', 'ninja']) > $(VENV)/build.txt
+	@$(call listed,p['build-system']['requires'] + 'cmake ninja'.split()) > $(VENV)/build.txt
 	@$(PIP) install -q -r $(VENV)/build.txt
 	$(call say,building the kernels and installing Octavo; this takes a few minutes)
 	@$(PIP) install -q --no-build-isolation -e .
@@ -77,7 +77,7 @@ demo: $(VENV)/.installed
 	@$(BIN)/octavo demo
 
 test: $(VENV)/.test models
-	@HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+	@HF_HUB_OFFLINE=1 OCTAVO_REAL_MODELS=1 $(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff check .

@@ -54,7 +54,7 @@ def own(tokenizer: Any) -> Maker:
 
 
 def log_normal(count: int, mean: float, sigma: float, low: int, high: int) -> list[int]:
-    """``count`` evenly spread quantiles of a log-normal law, cut to low..high, scaled so that their mean is ``mean``."""
+    """Evenly spread quantiles of a log-normal law, cut to low..high and scaled so that their mean is ``mean``."""
     shape = [math.exp(sigma * NormalDist().inv_cdf((i + 0.5) / count)) for i in range(count)]
     small, large = low / shape[-1], high / shape[0]
     for _ in range(60):

@@ -60,7 +60,7 @@ struct Job {
                 const int64_t row = tiles.first(t);
                 o.y = out.y + row * out.ldy + column;
                 if (o.residual) o.residual = out.residual + row * out.ldr + column;
-                o.ahead = t == tile0 && p + panels < to ? panels * w.panel_bytes : 0;
+                o.ahead = t == tile0 && p + panels < w.panels ? panels * w.panel_bytes : 0;
                 const TileFn fn = (fast ? fast_tile : exact_tile)(w.type, tiles.rows(t), panels);
                 fn(w.panel(p), all ? w.panel_bytes : 0, packed + row * row_bytes, K, o);
             }
@@ -75,6 +75,23 @@ int64_t piece_panels(int64_t panels, int64_t blocks, int threads) {
     const int64_t pieces = threads * std::clamp<int64_t>(panels * blocks / (threads * 6), 1, 16);
     const int64_t size = (panels * blocks + pieces - 1) / pieces;
     return std::max<int64_t>((size + 1) / 2 * 2, 2);
+}
+
+// Runs all pieces 0..n-1, each once.  Every thread has a run of successive pieces, so that what it prefetches at the
+// end of one is what it works on next; whoever has finished his own helps the others with theirs.
+template <class F> void run_pieces(Threads& threads, Workspace& work, int64_t n, F&& fn) {
+    const int count = threads.count();
+    auto first = [&](int w) { return w * n / count; };
+    for (int w = 0; w < count; w++) work.workers[w].next.store(first(w), std::memory_order_relaxed);
+    threads.parallel_for(n, [&](int64_t, int worker) {  // n turns; each finds a piece, as n pieces are there
+        for (int i = 0; i < count; i++) {
+            const int w = (worker + i) % count;
+            std::atomic<int64_t>& next = work.workers[w].next;
+            if (next.load(std::memory_order_relaxed) >= first(w + 1)) continue;
+            const int64_t piece = next.fetch_add(1, std::memory_order_relaxed);
+            if (piece < first(w + 1)) return fn(piece, worker);
+        }
+    });
 }
 
 void run(Threads& threads, const Job& job, Workspace& work) {
@@ -105,24 +122,24 @@ void run(Threads& threads, const Job& job, Workspace& work) {
         }
     };
 
+    work.begin(threads.count());
     const size_t bytes = size_t(job.M * job.row_bytes);
     if (job.M == 1 && !job.fast) {  // a single row is already in the packed order
-        threads.parallel_for(per_block, [&](int64_t piece, int) { piece_of(piece, (const uint8_t*)job.x); });
+        run_pieces(threads, work, per_block, [&](int64_t piece, int) { piece_of(piece, (const uint8_t*)job.x); });
     } else if (job.M <= kFewRows) {
-        while (int(work.own.size()) < threads.count()) work.own.push_back(std::make_unique<Buffer>());
-        work.packed.assign(size_t(threads.count()), 0);
-        threads.parallel_for(blocks * per_block, [&](int64_t piece, int worker) {
-            uint8_t* packed = work.own[size_t(worker)]->reserve(bytes);
-            if (!work.packed[size_t(worker)]) {
+        run_pieces(threads, work, blocks * per_block, [&](int64_t piece, int worker) {
+            Workspace::Worker& mine = work.workers[worker];
+            uint8_t* packed = mine.own.reserve(bytes);
+            if (!mine.packed) {
                 for (int64_t t = 0; t < tiles; t++) job.pack_tile(t, packed);
-                work.packed[size_t(worker)] = 1;
+                mine.packed = true;
             }
             piece_of(piece, packed);
         });
     } else {
         uint8_t* packed = work.shared.reserve(bytes);
         threads.parallel_for(tiles, [&](int64_t t, int) { job.pack_tile(t, packed); });
-        threads.parallel_for(blocks * per_block, [&](int64_t piece, int) { piece_of(piece, packed); });
+        run_pieces(threads, work, blocks * per_block, [&](int64_t piece, int) { piece_of(piece, packed); });
     }
 }
 

@@ -1,9 +1,9 @@
 // y = x . W^T for every weight type.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
-#include <vector>
 
 #include "buffer.h"
 #include "pack.h"
@@ -17,9 +17,22 @@ enum class Mode { exact, fast };
 
 // Scratch memory of gemm, kept between calls; one for each caller that may run at the same time.
 struct Workspace {
-    Buffer shared;                                 // activations, packed once for all threads
-    std::vector<std::unique_ptr<Buffer>> own;      // activations, packed by each thread for itself (few rows)
-    std::vector<uint8_t> packed;                   // which threads have done so in this call
+    struct alignas(64) Worker {
+        Buffer own;                     // activations, packed by a thread for itself (few rows)
+        bool packed = false;            // in this call
+        std::atomic<int64_t> next{0};   // piece of the thread's run of pieces
+    };
+    Buffer shared;  // activations, packed once for all threads
+    std::unique_ptr<Worker[]> workers;
+    int count = 0;
+
+    void begin(int threads) {
+        if (count < threads) {
+            workers = std::make_unique<Worker[]>(size_t(threads));
+            count = threads;
+        }
+        for (int w = 0; w < threads; w++) workers[w].packed = false;
+    }
 };
 
 // y[m, 0 : sum N_i] = x[m, :K] . concat(parts)^T (+ bias) (+ residual[m, :]) for m < M; the parts share K.

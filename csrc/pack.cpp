@@ -38,7 +38,7 @@ void put_word(uint8_t* p, uint32_t u) { std::memcpy(p, &u, 4); }
 // ---- writing panels ---------------------------------------------------------------------------------------------
 
 // The 32 quants of column n of a group.
-void put_quants(const PanelLayout& lay, uint8_t* group, int n, const uint8_t* q) {
+OCTAVO_INLINE void put_quants(const PanelLayout& lay, uint8_t* group, int n, const uint8_t* q) {
     if (lay.bits == 8) {
         for (int t = 0; t < 8; t++) put_word(group + t * 64 + n * 4, word(q + t * 4));
         return;
@@ -64,7 +64,7 @@ void put_quants(const PanelLayout& lay, uint8_t* group, int n, const uint8_t* q)
 void put_u16(uint8_t* p, uint16_t u) { std::memcpy(p, &u, 2); }
 
 // One block of column n; `group` counts groups of 32 from the start of the row.
-void put_block(Type t, const PanelLayout& lay, uint8_t* panel, int64_t group, int n, const Block& b) {
+OCTAVO_INLINE void put_block(Type t, const PanelLayout& lay, uint8_t* panel, int64_t group, int n, const Block& b) {
     uint8_t* chunk = panel + group / lay.groups * lay.chunk();
     int first = int(group % lay.groups), groups = info(t).block / 32;
     if (lay.groups == 2) {
@@ -81,28 +81,43 @@ void put_block(Type t, const PanelLayout& lay, uint8_t* panel, int64_t group, in
     for (int g = 0; g < groups; g++) put_quants(lay, chunk + lay.header + (first + g) * lay.group, n, b.q + g * 32);
 }
 
-void pack_quantised(const Weight& w, const uint8_t* raw, int64_t panel, uint8_t* out) {
-    const PanelLayout lay = panel_layout(w.type);
-    const TypeInfo& ti = info(w.type);
+template <Type TYPE> void pack_blocks(const Weight& w, const uint8_t* raw, int64_t panel, uint8_t* out) {
+    constexpr PanelLayout lay = panel_layout(TYPE);
+    constexpr TypeInfo ti = kTypes[int(TYPE)];
     const int64_t row_bytes = w.K / ti.block * ti.bytes;
     std::memset(out, 0, size_t(w.panel_bytes));
     Block b;
     for (int n = 0; n < NR && panel * NR + n < w.N; n++) {
         const uint8_t* row = raw + (panel * NR + n) * row_bytes;
         for (int64_t i = 0; i < w.K / ti.block; i++) {
-            unpack_block(w.type, row + i * ti.bytes, b);
-            put_block(w.type, lay, out, i * (ti.block / 32), n, b);
+            unpack_block(TYPE, row + i * ti.bytes, b);
+            put_block(TYPE, lay, out, i * (ti.block / 32), n, b);
         }
     }
 }
 
 template <class Item> void pack_floats(const Weight& w, const uint8_t* raw, int64_t panel, uint8_t* out) {
-    std::memset(out, 0, size_t(w.panel_bytes));
+    constexpr int64_t item = sizeof(Item);
     const int columns = int(std::min<int64_t>(NR, w.N - panel * NR));
-    for (int n = 0; n < columns; n++) {
-        const uint8_t* row = raw + (panel * NR + n) * w.K * int64_t(sizeof(Item));
-        for (int64_t k = 0; k < w.K; k++)
-            std::memcpy(out + (k * NR + n) * sizeof(Item), row + k * sizeof(Item), sizeof(Item));
+    if (columns < NR || w.panel_bytes > w.K * NR * item) std::memset(out, 0, size_t(w.panel_bytes));
+    const uint8_t* rows = raw + panel * NR * w.K * item;
+    for (int64_t k = 0; k < w.K; k++, out += NR * item)  // 16 streams in, one out
+        for (int n = 0; n < columns; n++) std::memcpy(out + n * item, rows + (n * w.K + k) * item, size_t(item));
+}
+
+void pack_panel(const Weight& w, const uint8_t* raw, int64_t panel, uint8_t* out) {
+    switch (w.type) {
+        case Type::F32: return pack_floats<uint32_t>(w, raw, panel, out);
+        case Type::F16:
+        case Type::BF16: return pack_floats<uint16_t>(w, raw, panel, out);
+        case Type::Q8_0: return pack_blocks<Type::Q8_0>(w, raw, panel, out);
+        case Type::Q4_0: return pack_blocks<Type::Q4_0>(w, raw, panel, out);
+        case Type::Q4_1: return pack_blocks<Type::Q4_1>(w, raw, panel, out);
+        case Type::Q5_0: return pack_blocks<Type::Q5_0>(w, raw, panel, out);
+        case Type::Q5_1: return pack_blocks<Type::Q5_1>(w, raw, panel, out);
+        case Type::Q4_K: return pack_blocks<Type::Q4_K>(w, raw, panel, out);
+        case Type::Q5_K: return pack_blocks<Type::Q5_K>(w, raw, panel, out);
+        case Type::Q6_K: return pack_blocks<Type::Q6_K>(w, raw, panel, out);
     }
 }
 
@@ -192,15 +207,8 @@ std::unique_ptr<Weight> pack(const char* type, const uint8_t* raw, int64_t N, in
     std::memset(out + w->panels * w->panel_bytes, 0, kPanelSlack);
     const int64_t piece = std::clamp<int64_t>(w->panels / (threads.count() * 8), 1, 64);
     threads.parallel_for((w->panels + piece - 1) / piece, [&](int64_t i, int) {
-        for (int64_t p = i * piece; p < std::min(w->panels, (i + 1) * piece); p++) {
-            uint8_t* to = out + p * w->panel_bytes;
-            if (w->type == Type::F32)
-                pack_floats<uint32_t>(*w, raw, p, to);
-            else if (is_float(w->type))
-                pack_floats<uint16_t>(*w, raw, p, to);
-            else
-                pack_quantised(*w, raw, p, to);
-        }
+        for (int64_t p = i * piece; p < std::min(w->panels, (i + 1) * piece); p++)
+            pack_panel(*w, raw, p, out + p * w->panel_bytes);
     });
     return w;
 }

@@ -52,7 +52,25 @@ inline void unpack_scales_k(const uint8_t* s, Block& b) {
     }
 }
 
-inline void unpack_block(Type t, const uint8_t* p, Block& b) {
+// The low and high halves of 16 bytes.
+OCTAVO_INLINE void split_nibbles(const uint8_t* p, uint8_t* low, uint8_t* high) {
+    for (int i = 0; i < 16; i += 8) {
+        uint64_t u, l, h;
+        std::memcpy(&u, p + i, 8);
+        l = u & 0x0f0f0f0f0f0f0f0full;
+        h = u >> 4 & 0x0f0f0f0f0f0f0f0full;
+        std::memcpy(low + i, &l, 8);
+        std::memcpy(high + i, &h, 8);
+    }
+}
+
+// Bit i becomes byte i, 0 or 1 (little-endian, as all machines that have kernels are).
+OCTAVO_INLINE uint64_t spread_bits(uint8_t bits) {
+    uint64_t one = bits * 0x0101010101010101ull & 0x8040201008040201ull;
+    return (one + 0x7f7f7f7f7f7f7f7full) >> 7 & 0x0101010101010101ull;
+}
+
+OCTAVO_INLINE void unpack_block(Type t, const uint8_t* p, Block& b) {
     switch (t) {
         case Type::Q8_0:
             b.d = load_u16(p);
@@ -63,7 +81,7 @@ inline void unpack_block(Type t, const uint8_t* p, Block& b) {
             b.d = load_u16(p);
             if (t == Type::Q4_1) b.m = load_u16(p + 2);
             const uint8_t* qs = p + (t == Type::Q4_1 ? 4 : 2);
-            for (int i = 0; i < 16; i++) b.q[i] = qs[i] & 15, b.q[i + 16] = qs[i] >> 4;
+            split_nibbles(qs, b.q, b.q + 16);
             break;
         }
         case Type::Q5_0:
@@ -72,9 +90,12 @@ inline void unpack_block(Type t, const uint8_t* p, Block& b) {
             if (t == Type::Q5_1) b.m = load_u16(p + 2);
             const uint8_t* rest = p + (t == Type::Q5_1 ? 4 : 2);
             uint32_t high = load_u32(rest);
-            for (int i = 0; i < 16; i++) {
-                b.q[i] = uint8_t((rest[4 + i] & 15) | (high >> i & 1) << 4);
-                b.q[i + 16] = uint8_t((rest[4 + i] >> 4) | (high >> (i + 16) & 1) << 4);
+            split_nibbles(rest + 4, b.q, b.q + 16);
+            for (int i = 0; i < 4; i++) {
+                uint64_t u;
+                std::memcpy(&u, b.q + i * 8, 8);
+                u |= spread_bits(uint8_t(high >> (i * 8))) << 4;
+                std::memcpy(b.q + i * 8, &u, 8);
             }
             break;
         }
@@ -94,12 +115,12 @@ inline void unpack_block(Type t, const uint8_t* p, Block& b) {
             break;
         }
         case Type::Q6_K: {
-            const uint8_t *low = p, *high = p + 128;
-            for (int i = 0; i < 256; i++) {
-                int half = i / 128, row = i % 128 / 32, col = i % 32;
-                uint8_t l = uint8_t(low[half * 64 + row % 2 * 32 + col] >> (row / 2 * 4)) & 15;
-                uint8_t h = uint8_t(high[half * 32 + col] >> (row * 2)) & 3;
-                b.q[i] = uint8_t(l | h << 4);
+            for (int g = 0; g < 8; g++) {  // a group of 32: four to each half of the block
+                const uint8_t* low = p + g / 4 * 64 + g % 2 * 32;
+                const uint8_t* high = p + 128 + g / 4 * 32;
+                const int low_shift = g % 4 / 2 * 4, high_shift = g % 4 * 2;
+                for (int i = 0; i < 32; i++)
+                    b.q[g * 32 + i] = uint8_t((low[i] >> low_shift & 15) | (high[i] >> high_shift & 3) << 4);
             }
             for (int i = 0; i < 16; i++) b.sc[i] = p[192 + i];
             b.d = load_u16(p + 208);

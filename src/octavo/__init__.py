@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from octavo.core.params import SamplingParams
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from octavo.engine.service import AsyncLLM
 
 __version__ = "0.1.0"
+
+# A library is silent unless its user asks: without a handler, Python would print warnings on stderr by itself.
+logging.getLogger("octavo").addHandler(logging.NullHandler())
 
 _LAZY = {
     "LLM": "octavo.engine.llm",

@@ -9,20 +9,20 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import backends
 import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
-from drive import load
 from gguf import GGMLQuantizationType
-from tiny import GGUF_NAMES, GEMMA_NORMS, SHORT, interleaved
 from transformers import PreTrainedModel
 
+import backends
+from drive import load
 from octavo.errors import ModelError
 from octavo.loading import Checkpoint, open_model
 from octavo.text.tokenizer import Tokenizer
+from tiny import GEMMA_NORMS, GGUF_NAMES, SHORT, interleaved
 
 STEPS = 24
 NEAR_TIE = 1e-4
@@ -106,6 +106,7 @@ def transformers_model(name: str, checkpoint: Checkpoint) -> PreTrainedModel:
     with torch.device("meta"):  # no time for random weights
         model: PreTrainedModel = getattr(transformers, prefix + "ForCausalLM")(config)
     model.to_empty(device="cpu")
+    model.tie_weights()
     weights = dict(model.named_parameters())
     file: Any = checkpoint.metadata
     for entry in file.tensors.values():
@@ -118,7 +119,7 @@ def transformers_model(name: str, checkpoint: Checkpoint) -> PreTrainedModel:
             values = halves(values, heads)
         if prefix == "Gemma3" and values.ndim == 1:
             values = values - 1
-        weights.pop(target).data.copy_(torch.from_numpy(np.ascontiguousarray(values)))
+        weights.pop(target).data.copy_(torch.from_numpy(np.array(values)))
     assert not weights, f"not in the file: {list(weights)}"
     # Buffers (rotary frequencies, Gemma's input scale) don't come from files: take them from a model of one layer.
     small = {**settings, "num_hidden_layers": 6 if prefix == "Gemma3" else 1, "vocab_size": 8, "intermediate_size": 8}
@@ -161,9 +162,7 @@ def theirs(model: PreTrainedModel, batch: list[list[int]]) -> tuple[np.ndarray, 
     """Greedy tokens [rows, STEPS], and the two best logits' distance at each step."""
     settings = transformers.GenerationConfig(max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0)
     with torch.no_grad():
-        out: Any = model.generate(
-            torch.tensor(batch), settings, output_logits=True, return_dict_in_generate=True
-        )
+        out: Any = model.generate(torch.tensor(batch), settings, output_logits=True, return_dict_in_generate=True)
     logits = torch.stack(out.logits, 1)
     best = torch.topk(logits, 2, dim=-1)
     return best.indices[..., 0].numpy(), (best.values[..., 0] - best.values[..., 1]).numpy()

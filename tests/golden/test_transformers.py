@@ -123,3 +123,26 @@ def test_dynamic_rope_at_the_served_context(name: str, tiny_models: TinyModels) 
         truth = oracle.truth(oracle.with_frequencies(made.model, checkpoint.spec.ropes[0].inv_freq), tokens)
         assert np.abs(truth.logprobs - moving.logprobs).max() < 1e-3
         check(load(backends.exact(name), checkpoint), truth)
+
+
+@pytest.mark.parametrize(("family", "bound"), [("llama", 1e-2), ("qwen3", 1e-2), ("gemma3", 4e-2)])
+@pytest.mark.parametrize("type", [*(t for t in TYPES if t not in FOLDERS), tiny.MIXED])
+@pytest.mark.parametrize("name", backends.NATIVE)
+def test_fast_path_is_close_and_as_repeatable(
+    name: str, type: str, family: str, bound: float, tiny_models: TinyModels
+) -> None:
+    checkpoint, tokens = open_model(tiny_models.gguf(family, type)), tiny.prompt(120)
+    fast = load(backends.fast(name), checkpoint, 16)
+    logits = fast.logits(tokens)
+    p = oracle.log_softmax(load(backends.exact(name), checkpoint, 16).logits(tokens))
+    divergence = float((np.exp(p) * (p - oracle.log_softmax(logits))).sum(axis=1).mean())
+    assert 1e-6 < divergence < bound, "nats a token; nothing at all would mean that this isn't the fast path"
+    assert np.array_equal(load(backends.fast(name), checkpoint, 4).logits(tokens, chunks(2)), logits)
+
+
+@pytest.mark.parametrize("type", FOLDERS)
+@pytest.mark.parametrize("name", backends.NATIVE)
+def test_float_weights_have_one_path(name: str, type: str, tiny_models: TinyModels) -> None:
+    checkpoint, tokens = open_model(tiny_models.gguf("llama", type)), tiny.prompt(60)
+    logits = [load(make(name), checkpoint).logits(tokens) for make in (backends.exact, backends.fast)]
+    assert np.array_equal(*logits)

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from engines import Rig, answer, ids, solo
-from kv_machine import six_bits
+from engines import Rig, answer, ids, six_bits, solo
 from octavo.core.request import Request
 from octavo.errors import RequestError
 from octavo.paging.prefix import chain_hash

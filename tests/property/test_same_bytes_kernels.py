@@ -21,7 +21,14 @@ from octavo.engine.build import Parts
 from octavo.errors import RequestError
 
 # family, storage type; float weights know one path, quantised ones an exact and a fast one
-MODELS = (("llama", "F32"), ("llama", "Q8_0"), ("qwen3", "Q4_0"), ("mistral", "F16"), ("gemma3", "F32"), ("llama", "Q4_K"))
+MODELS = (
+    ("llama", "F32"),
+    ("llama", "Q8_0"),
+    ("qwen3", "Q4_0"),
+    ("mistral", "F16"),
+    ("gemma3", "F32"),
+    ("llama", "Q4_K"),
+)
 SEEDS = range(36)
 HAPPENED: dict[str, int] = {}
 
@@ -116,7 +123,7 @@ def test_the_loads_are_hard(tiny_models: TinyModels) -> None:
 @pytest.mark.parametrize(("family", "type"), [("llama", "Q8_0"), ("mistral", "F32"), ("gemma3", "F32")])
 @pytest.mark.parametrize("compute", ["fast", "exact"])
 def test_every_way_of_cutting(family: str, type: str, compute: str, tiny_models: TinyModels) -> None:
-    """R66: one prompt of 150 tokens in chunks of 1, 7, B, B+1 and whole, in blocks of many sizes, on 1 and 2 threads."""
+    """R66: one prompt in chunks of 1, 7, B, B+1 and whole, in blocks of many sizes, on 1 and 2 threads."""
     prompt = tiny.prompt(150)
     for dtype in ("float16", "float32"):
         want = solo(tiny_models, family, type, dtype, compute).answer(prompt, 16, prompt_logprobs=2)

@@ -56,7 +56,7 @@ def _explain(error: Exception) -> tuple[str, int]:
         return "stopped", INTERRUPTED
     if isinstance(error, MemoryError):
         return "error: out of memory; --kv-memory sets how much the KV cache may take", FAILED
-    if isinstance(error, OSError):
+    if isinstance(error, (OSError, ImportError)):
         return f"error: {_one_line(error)}", FAILED
     return f"error: {type(error).__name__}: {_one_line(error)} (this is a fault in Octavo; --debug shows where)", FAILED
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -33,7 +34,7 @@ def _number(field: str, value: Any, low: float, high: float, *, open_low: bool =
         raise ParamError(field, f"must be a finite number, got {value}")
     if value < low or value > high or (open_low and value == low):
         raise ParamError(field, f"must be in {'(' if open_low else '['}{low:g}, {high:g}], got {value:g}")
-    return value
+    return float(value)
 
 
 def _integer(field: str, value: Any, low: int, high: int) -> int:
@@ -45,6 +46,13 @@ def _integer(field: str, value: Any, low: int, high: int) -> int:
     if not low <= value <= high:
         raise ParamError(field, f"must be in [{low}, {high}], got {value}")
     return int(value)
+
+
+def _token(field: str, value: Any) -> int:
+    """A token id; a text of digits counts, for the keys of JSON objects are texts."""
+    if isinstance(value, str) and re.fullmatch(r"-?[0-9]{1,18}", value):
+        value = int(value)
+    return _integer(field, value, -(2**62), 2**62)
 
 
 def _flag(field: str, value: Any) -> bool:
@@ -123,20 +131,22 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)  # frozen for everybody else
+
         put("n", _integer("n", self.n, 1, MAX_BRANCHES))
         for name, (low, high, open_low) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None:
-                put(name, _number(name, value, low, high, open_low=open_low))
+            if value is not None or name not in _NEUTRAL:
+                put(name, _number(name, 0.0 if value is None else value, low, high, open_low=open_low))
         if self.top_k is not None:
             put("top_k", max(0, _integer("top_k", self.top_k, -1, 2**31 - 1)))
         if self.seed is not None:
             put("seed", _integer("seed", self.seed, -(2**63), 2**64 - 1) % 2**64)
         put("logit_bias", self._checked_bias())
-        put("bad_words", _strings("bad_words", self.bad_words or (), 1000))
-        put("stop", _strings("stop", self.stop or () if self.stop != "" else "", MAX_STOPS))
-        ids = self.stop_token_ids or ()
+        put("bad_words", _strings("bad_words", () if self.bad_words is None else self.bad_words, 1000))
+        put("stop", _strings("stop", () if self.stop is None else self.stop, MAX_STOPS))
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
         if isinstance(ids, (str, bytes)) or not isinstance(ids, Sequence):
             raise ParamError("stop_token_ids", "must be a list of token ids")
         put("stop_token_ids", tuple(_integer("stop_token_ids", i, -(2**62), 2**62) for i in ids))
@@ -160,12 +170,7 @@ class SamplingParams:
             raise ParamError("logit_bias", "must map token ids to numbers")
         if len(self.logit_bias) > MAX_BIASES:
             raise ParamError("logit_bias", f"holds {len(self.logit_bias)} entries, at most {MAX_BIASES} are allowed")
-        return {
-            _integer("logit_bias", int(k) if isinstance(k, str) and k.isdigit() else k, -(2**62), 2**62): _number(
-                "logit_bias", v, -1e6, 1e6
-            )
-            for k, v in self.logit_bias.items()
-        }
+        return {_token("logit_bias", k): _number("logit_bias", v, -1e6, 1e6) for k, v in self.logit_bias.items()}
 
     def filled(self, defaults: Mapping[str, Any], seed: int) -> SamplingParams:
         """A copy in which every field that was not given has a value, from ``defaults`` or the neutral one."""
@@ -179,5 +184,5 @@ class SamplingParams:
         return self.repetition_penalty not in (None, 1.0) or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def __repr__(self) -> str:
-        shown = (f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default)
-        return f"SamplingParams({', '.join(shown)})"
+        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) not in (f.default, ())}
+        return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in values.items())})"

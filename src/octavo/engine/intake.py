@@ -97,8 +97,9 @@ class Intake:
         limit = self._limit(len(tokens), params.max_tokens)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, not {priority!r}", "priority")
-        if not isinstance(user, str) or not (cache_salt is None or isinstance(cache_salt, str)):
-            raise RequestError("user and cache_salt must be strings", "user")
+        for field, value in (("user", user), ("cache_salt", cache_salt or "")):
+            if not isinstance(value, str):
+                raise RequestError(f"{field} must be a text, not {value!r}", field)
         self._requests += 1
         return Request(
             id if id is not None else f"req-{self._requests}",
@@ -165,9 +166,9 @@ class Intake:
             if not tokens:
                 raise RequestError("prompt is empty: the text has no tokens", "prompt")
             return prompt, tokens
-        if not isinstance(prompt, (Sequence, array)) and not hasattr(prompt, "tolist"):
+        items: Any = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+        if isinstance(items, (bytes, bytearray)) or not isinstance(items, (Sequence, array)):
             raise RequestError(f"prompt must be text or token ids, not {type(prompt).__name__}", "prompt")
-        items = prompt.tolist() if hasattr(prompt, "tolist") else prompt
         if not items:
             raise RequestError("prompt is empty: it has no tokens", "prompt")
         for token in items:

@@ -33,15 +33,21 @@ def load_bar(shown: bool) -> Iterator[Told | None]:
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(*_columns(), console=Console(stderr=True)) as bar:
-        tasks: dict[str, Any] = {}
+    bar = Progress(*_columns(), console=Console(stderr=True))
+    tasks: dict[str, Any] = {}
 
-        def told(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage, total=total, note="")
-            bar.update(tasks[stage], completed=done, total=total)
+    def told(stage: str, done: int, total: int) -> None:
+        if not tasks:
+            bar.start()
+        if stage not in tasks:
+            tasks[stage] = bar.add_task(stage, total=total, note="")
+        bar.update(tasks[stage], completed=done, total=total)
 
+    try:
         yield told
+    finally:
+        if tasks:  # a bar that never started would still end with an empty line
+            bar.stop()
 
 
 class Bar:

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from octavo.config import EngineConfig
@@ -98,18 +99,20 @@ class Service:
                     self._wake.wait()
                 if self._closing:
                     return False
-                orders, self._orders = self._orders, deque()
-            for work in orders:
-                work()
-            if self.engine.busy:
+                work = self._orders.popleft() if self._orders else None
+            if work is None:
                 return True
+            work()
 
     def _end_all(self) -> None:
         with self._wake:
             self._closing = True
             orders, self._orders = self._orders, deque()
         for work in orders:  # a submit still gets its final event
-            work()
+            try:
+                work()
+            except Exception:
+                log.exception("an order failed while the engine ends")
         for request in list(self.engine.requests.values()):
             if self.error is not None:
                 request.error = f"the engine failed: {self.error}"
@@ -142,11 +145,12 @@ class AsyncLLM:
         priority: int = 0,
         user: str = "",
         cache_salt: str | None = None,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """New tokens and text of each branch as they come; raises EngineError if the engine fails on the request."""
-        async for _, event in self._events(prompt, params, request_id, priority, user, cache_salt):
-            if isinstance(event, Delta):
-                yield event
+        async with aclosing(self._events(prompt, params, request_id, priority, user, cache_salt)) as events:
+            async for _, event in events:
+                if isinstance(event, Delta):
+                    yield event
 
     async def generate(
         self,
@@ -157,15 +161,16 @@ class AsyncLLM:
         priority: int = 0,
         user: str = "",
         cache_salt: str | None = None,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """The result so far, whenever it has grown; the last one has ``finished`` set."""
         growing: Growing | None = None
-        async for request, event in self._events(prompt, params, request_id, priority, user, cache_salt):
-            if isinstance(event, Finished):
-                yield request_output(request)
-            else:
-                growing = growing or Growing(request)
-                yield growing.add(event)
+        async with aclosing(self._events(prompt, params, request_id, priority, user, cache_salt)) as events:
+            async for request, event in events:
+                if isinstance(event, Finished):
+                    yield request_output(request)
+                else:
+                    growing = growing or Growing(request)
+                    yield growing.add(event)
 
     async def chat(
         self,
@@ -174,12 +179,13 @@ class AsyncLLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """Like ``stream``, for a conversation."""
         text = self._parts.template.render(messages, **checked_options(chat_template_kwargs))
         tokens = self._parts.tokenizer.encode(text, add_special=False)
-        async for delta in self.stream(tokens, params, **options):
-            yield delta
+        async with aclosing(self.stream(tokens, params, **options)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     async def _events(
         self,
@@ -189,7 +195,7 @@ class AsyncLLM:
         priority: int,
         user: str,
         cache_salt: str | None,
-    ) -> AsyncIterator[tuple[Request, Event]]:
+    ) -> AsyncGenerator[tuple[Request, Event], None]:
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Event] = asyncio.Queue()
 

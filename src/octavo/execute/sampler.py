@@ -9,7 +9,7 @@ import numpy as np
 from octavo.core.plan import Draw, Row, RowResult, TokenLogprobs
 from octavo.kernels.backend import Backend, SampleBatch, Sampled
 
-NOT_A_NUMBER = "the model's logits for this request are not numbers (NaN)"
+NOT_A_NUMBER = "the model's logits for this request are not finite numbers, or every token is banned"
 
 
 def draw_batch(draws: Sequence[tuple[int, Draw]], banned: np.ndarray) -> SampleBatch:
@@ -44,7 +44,7 @@ def _ragged(items: Sequence[Sequence[tuple[int, float]]], dtype: type) -> tuple[
     if not total:
         return offsets, np.empty(0, np.int32), np.empty(0, dtype)
     ids = np.fromiter((k for i in items for k, _ in i), np.int32, total)
-    values = np.fromiter((v for i in items for _, v in i), dtype, total)
+    values: np.ndarray = np.fromiter((v for i in items for _, v in i), dtype, total)
     return offsets, ids, values
 
 
@@ -87,9 +87,9 @@ def results(backend: Backend, rows: Sequence[Row], logits: np.ndarray, banned: n
 def _score(backend: Backend, row: Row, logits: np.ndarray, at: int) -> tuple[TokenLogprobs, ...] | None:
     n = len(row.targets)
     part = np.ascontiguousarray(logits[at : at + n])
-    if np.isnan(part).any():
-        return None
     scored = backend.score(part, np.frombuffer(row.targets, np.int32), row.score)
+    if (scored.token < 0).any():
+        return None
     return tuple(_entry(scored, i, token, row.score) for i, token in enumerate(row.targets))
 
 

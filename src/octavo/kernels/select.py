@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from octavo.errors import ConfigError
+
 log = logging.getLogger(__name__)
 
 
@@ -24,12 +26,12 @@ def runnable_isas() -> list[str]:
 def load_kernels(isa: str | None = None) -> Any:
     """The kernel module of an instruction set; by default of the best that passes a self-check of milliseconds.
 
-    Raises ValueError for one that the machine doesn't run or that isn't built.
+    Raises ConfigError for one that the machine doesn't run or that isn't built.
     """
     isas = runnable_isas()
     if isa is not None:
         if isa not in isas:
-            raise ValueError(f"the instruction set {isa} doesn't run here; these do: {', '.join(isas)}")
+            raise ConfigError(f"isa: {isa!r} doesn't run here; these do: {', '.join(isas)}", "isa")
         return _module(isa)
     for name in isas:
         problem = "" if name == "scalar" else self_check(_module(name), _module("scalar"))

@@ -53,6 +53,12 @@ def script(answers: Mapping[tuple[int, ...], Sequence[int]], end: int = 0) -> Ne
     return choose
 
 
+def _logprobs(prefix: Sequence[int], token: int, best: int) -> TokenLogprobs:
+    """Made up, but a function of the whole prefix; the token itself is the best one."""
+    value = -(mixed(prefix) % 1000) / 100
+    return TokenLogprobs(token, value, 1, tuple((token + i, value - i) for i in range(best)))
+
+
 class ScriptedExecutor:
     """Owns: the token ids that "K and V" hold, slot by slot, in place of bytes.
 
@@ -111,14 +117,11 @@ class ScriptedExecutor:
         prefix = self._prefix(row, last)
         tokens = tuple(self._choose(prefix, draw) for draw in row.draws)
         logprobs = tuple(
-            TokenLogprobs(t, -(mixed(prefix) % 1000) / 100, 1, ((t, 0.0),) * draw.logprobs)
-            if draw.logprobs >= 0
-            else None
-            for t, draw in zip(tokens, row.draws, strict=True)
+            _logprobs(prefix, token, draw.logprobs) if draw.logprobs >= 0 else None
+            for token, draw in zip(tokens, row.draws, strict=True)
         )
         scores = tuple(
-            TokenLogprobs(t, -(mixed(self._prefix(row, row.start + i)) % 1000) / 100, 1, ((t, 0.0),) * row.score)
-            for i, t in enumerate(row.targets)
+            _logprobs(self._prefix(row, row.start + i), token, row.score) for i, token in enumerate(row.targets)
         )
         return RowResult(tokens, logprobs, scores)
 

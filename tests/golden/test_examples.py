@@ -1,0 +1,62 @@
+"""The README's program, the examples and the demo, run as a newcomer runs them, on the demo model.
+
+Skipped where the model isn't pulled, unless OCTAVO_REAL_MODELS is set, as it is in CI.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from octavo.loading.pull import path_of
+
+ROOT = Path(__file__).parents[2]
+MODEL = "smollm2-135m"
+PROGRAM = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.M | re.S)
+
+pytestmark = pytest.mark.skipif(
+    path_of(MODEL) is None and not os.environ.get("OCTAVO_REAL_MODELS"), reason=f"{MODEL} is not pulled"
+)
+
+
+def run(*arguments: str) -> str:
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_readme_program() -> None:
+    (program,) = PROGRAM
+    out = run("-c", program)
+    assert "The sea is -> " in out and "Apples" in out and "3 requests finished" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("batch", "3 requests finished"),
+        ("chat", "prompt tokens came from the cache"),
+        ("async_stream", "2 requests finished"),
+        ("best_of_n", "copied on write"),
+    ],
+)
+def test_example(name: str, words: str) -> None:
+    assert words in run(str(ROOT / "examples" / f"{name}.py"))
+
+
+def test_every_example_is_run() -> None:
+    names = {p.stem for p in (ROOT / "examples").glob("*.py")}
+    marks = test_example.pytestmark  # type: ignore[attr-defined]
+    assert names == {row[0] for mark in marks for row in mark.args[1]}
+
+
+def test_the_demo() -> None:
+    out = run("-m", "octavo", "demo", "-m", "24")
+    assert out.count("\n> ") == 16 and "tokens a second" in out and "KV blocks" in out
+    assert all(fruit in out for fruit in ("Apples", "Oranges"))
