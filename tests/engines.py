@@ -111,13 +111,14 @@ class Rig:
         vocab: int = VOCAB,
         defaults: dict[str, Any] | None = None,
         audited: bool = True,
+        swap: int = 0,
         blind: bool = False,
     ) -> None:
         reach = None if None in windows else max(w for w in windows if w is not None)
-        self.kv = KV(pool, block_size, windows, prefix_cache, hash)
+        self.kv = KV(pool, block_size, windows, prefix_cache, hash, swap)
         self.executor: Any = BlindExecutor()
         if not blind:
-            self.executor = CheckedExecutor(pool, block_size, choose or prefix_hash(vocab, reach), windows, fail)
+            self.executor = CheckedExecutor(pool, block_size, choose or prefix_hash(vocab, reach), windows, fail, swap)
             self.executor.kv = self.kv
         self.clock = SimulatedClock()
         self.engine = Engine(

@@ -269,9 +269,9 @@ class Machine:
             self._attach(sequence, match)
         before = self._tables()
         free = self._free(before)
-        moves: list[Move] = []
         for sequence, start, stop in rows:
-            moves += self.kv.extend(sequence, start, stop)
+            self.kv.extend(sequence, start, stop)
+        moves = self.kv.drain()
         assert self.kv.pool.free == draft.free, f"the draft counted {draft.free} free, {self.kv.pool.free} are"
         self._taken(before, free)
         self._move(moves)
@@ -297,6 +297,7 @@ class Machine:
 
     def _attach(self, sequence: Sequence, match: Match) -> None:
         before = self._tables()
+        self.kv.pin(match)
         self.kv.attach(sequence, match)
         sequence.computed = match.length
         self.twins[sequence.number].published = match.length // self.size
@@ -313,16 +314,17 @@ class Machine:
                 held = b < len(table)
                 need += not held or counts[table[b]] > 1 or table[b] in self.names
         if need > len(free):
-            moves = None
+            refused = False
             try:
-                moves = self.kv.extend(sequence, start, stop)
+                self.kv.extend(sequence, start, stop)
             except RuntimeError:
-                pass
-            assert moves is None, f"{need} blocks were taken of {len(free)}"
+                refused = True
+            assert refused, f"{need} blocks were taken of {len(free)}"
             self._done(before)
             self._saw("no room")
             return
-        moves = self.kv.extend(sequence, start, stop)
+        self.kv.extend(sequence, start, stop)
+        moves = self.kv.drain()
         self._saw("copy", len(moves))
         self._taken(before, free)
         self._move(moves)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
-DEVICE = 0  # the tier that attention reads; further tiers (host, disk) are numbered after it
+DEVICE, HOST, DISK = 0, 1, 2  # the tier that attention reads, and what lies behind it
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,29 @@ def audit(kv: KV) -> None:
     _check(named == sorted(named), "a cached block is ahead of an empty one in the free list")
     _check(sum(named) == pool.cached, f"{sum(named)} free blocks have content, counter says {pool.cached}")
     _audit_index(kv)
+    _audit_host(kv)
+
+
+def _audit_host(kv: KV) -> None:
+    """A slot is held by swapped-out sequences only; contents and nodes point at each other."""
+    if kv.host is None:
+        _check(not kv.saved, "blocks are saved, but there is no host tier")
+        return
+    pool = kv.host.pool
+    counts = [0] * pool.size
+    for saved in kv.saved.values():
+        for slot in saved.held():
+            counts[slot] += 1
+            _check(pool.content[slot] is None, f"host slot {slot} is a sequence's own and has content")
+    _check(counts == list(pool.counts), "host slots: counts differ from what swapped-out sequences hold")
+    _check(len(pool.free_order()) == pool.free == counts.count(0), "host slots: the free list does not add up")
+    entries = 0
+    for node in kv.index.nodes():
+        for group, slot in enumerate(node.hosts):
+            if slot >= 0:
+                entries += 1
+                _check(pool.content[slot] == (node, group), f"host slot {slot} does not know the node that names it")
+    _check(entries == sum(c is not None for c in pool.content), "a host slot is named by a node that is gone")
 
 
 def _audit_index(kv: KV) -> None:
@@ -56,7 +79,7 @@ def _audit_index(kv: KV) -> None:
     for node in nodes + kv.index.roots():
         _check(node.pins == pins.get(id(node), 0), "a node's pins differ from the sequences that end there")
         _check(node.children == children.get(id(node), 0), "a node's child count is wrong")
-        _check(bool(node.pins or node.children or any(b >= 0 for b in node.blocks)), "a node nobody needs")
+        _check(node.needed(), "a node nobody needs")
 
 
 def audit_idle(kv: KV) -> None:
@@ -64,6 +87,7 @@ def audit_idle(kv: KV) -> None:
     audit(kv)
     _check(not kv.holdings, f"{len(kv.holdings)} sequences still hold blocks")
     _check(kv.pool.free == kv.pool.size, f"{kv.pool.size - kv.pool.free} blocks are held by nobody")
+    _check(not kv.saved, f"{len(kv.saved)} sequences' own blocks are left in the host tier")
     _check(not kv._keys, "chain keys of closed sequences are kept")
 
 

@@ -52,9 +52,15 @@ class Draft:
         return self.kv.pool.free - trial.free
 
     def attach(self, sequence: Sequence, match: Match) -> None:
-        for block in self.kv.attached_blocks(match):
+        for node, group in self.kv.attached_nodes(match):
+            block = node.blocks[group]
+            if block < 0:  # in the host tier: it comes back into a free block
+                self.free -= 1
+                continue
             self.free -= self.count(block) == 0
             self._change(block, 1)
+        if match.saved is not None:
+            self.free -= len(match.saved.held())
         if sequence.number in self.kv.holdings:
             self._drop(self.kv.passed_blocks(sequence.number, match.length))
 

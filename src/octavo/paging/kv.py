@@ -6,8 +6,9 @@ from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from octavo.core.plan import DEVICE, Move, Place
+from octavo.core.plan import DEVICE, HOST, Move, Place
 from octavo.core.sequence import Sequence
+from octavo.paging.host import HostTier, Saved
 from octavo.paging.pool import BlockPool
 from octavo.paging.prefix import Hash, Node, PrefixIndex, chain_hash
 from octavo.paging.table import HOLE, BlockTable
@@ -19,7 +20,9 @@ class Match:
 
     start: int
     length: int
-    nodes: tuple[Node, ...]  # the chain's nodes for blocks start/B .. length/B - 1
+    nodes: tuple[Node, ...]  # the chain's nodes, from block start/B on
+    blocks: int  # logical blocks that are covered once it is attached
+    saved: Saved | None = None  # what follows the nodes: the sequence's own blocks in the host tier
 
 
 class Holding:
@@ -48,6 +51,7 @@ class KV:
         windows: Seq[int | None] = (None,),
         prefix_cache: bool = True,
         hash: Hash = chain_hash,
+        host_slots: int = 0,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
@@ -56,6 +60,9 @@ class KV:
         self.groups = len(self.windows)
         self.index = PrefixIndex(self.groups, hash)
         self.pool = BlockPool(blocks, self._forgotten)
+        self.host = HostTier(host_slots, self.index) if host_slots else None
+        self.saved: dict[int, Saved] = {}  # by number of a swapped-out sequence
+        self._moves: list[Move] = []  # in the order in which they must be done
         self.prefix_cache = prefix_cache
         self.holdings: dict[int, Holding] = {}
         self._keys: dict[int, list[bytes]] = {}
@@ -119,6 +126,11 @@ class KV:
         size = self.block_size
         start = sequence.computed
         most = (len(sequence.tokens) - 1) // size
+        saved = self.saved.get(sequence.number)
+        if saved is not None and sequence.number not in self.holdings:
+            resumed = self._resumed(sequence, saved)
+            if resumed is not None:
+                return resumed
         if not self.prefix_cache or start % size or most <= start // size or sequence.scoring:
             return None
         holding = self.holdings.get(sequence.number)
@@ -148,7 +160,7 @@ class KV:
             nodes.append(found)
             node, depth = found, depth + 1
             for g in range(self.groups):
-                runs[g] = runs[g] + 1 if found.blocks[g] >= 0 else 0
+                runs[g] = runs[g] + 1 if found.blocks[g] >= 0 or found.hosts[g] >= 0 else 0
             if any(w is None and runs[g] < depth for g, w in enumerate(self.windows)):
                 break
             if all(
@@ -159,19 +171,36 @@ class KV:
                 best = len(nodes)
         if not best:
             return None
-        return Match(first * size, (first + best) * size, tuple(nodes[:best]))
+        return Match(first * size, (first + best) * size, tuple(nodes[:best]), first + best)
+
+    def _resumed(self, sequence: Sequence, saved: Saved) -> Match | None:
+        """All that a swapped-out sequence had, if its published blocks are still to be found in some tier."""
+        size = self.block_size
+        node = self.index.known_root(sequence.salt)
+        keys = self.keys(sequence, saved.first)
+        nodes: list[Node] = []
+        for b in range(saved.first):
+            found = node and self.index.find(node, keys[b + 1], sequence.tokens[b * size : (b + 1) * size])
+            if found is None:
+                return None
+            for g, window in enumerate(self.windows):
+                if b >= self._first_needed(window, saved.computed) and found.blocks[g] < 0 and found.hosts[g] < 0:
+                    return None
+            nodes.append(found)
+            node = found
+        return Match(0, saved.computed, tuple(nodes), -(-saved.computed // size), saved)
 
     def _first_needed(self, window: int | None, position: int) -> int:
         """The first logical block that the token at ``position`` reads."""
         return 0 if window is None else max(0, position - window + 1) // self.block_size
 
-    def attached_blocks(self, match: Match) -> list[int]:
-        """The physical blocks that attaching a match would hold, group by group."""
+    def attached_nodes(self, match: Match) -> list[tuple[Node, int]]:
+        """(node, group) of the blocks that attaching a match would hold, group by group."""
         first = match.start // self.block_size
         out = []
         for g, window in enumerate(self.windows):
             need = max(self._first_needed(window, match.length), first)
-            out += [node.blocks[g] for node in match.nodes[need - first :]]
+            out += [(node, g) for node in match.nodes[need - first :]]
         return out
 
     def passed_blocks(self, number: int, computed: int) -> list[int]:
@@ -209,48 +238,129 @@ class KV:
         root.pins += 1
         self.holdings[sequence.number] = Holding(self.groups, root)
 
+    def pin(self, match: Match) -> None:
+        """Hold all places of a hit, so that nothing taken before it is attached can give them up."""
+        for node, g in self.attached_nodes(match):
+            if node.blocks[g] >= 0:
+                self.pool.hold(node.blocks[g])
+            elif self.host is not None and node.hosts[g] >= 0:
+                self.host.pool.hold(node.hosts[g])
+            else:
+                raise RuntimeError("a hit has been evicted since it was found")
+
     def attach(self, sequence: Sequence, match: Match) -> None:
-        """Name the blocks of a hit in the sequence's tables; it then has ``match.length`` computed tokens."""
-        if HOLE in self.attached_blocks(match):
-            raise RuntimeError(f"{sequence!r}: the hit has been evicted since it was found")
+        """Name the blocks of a pinned hit in the sequence's tables; it then has ``match.length`` computed tokens.
+
+        What is in the host tier only is brought back into free blocks.
+        """
         holding = self.holdings[sequence.number]
         first = match.start // self.block_size
         for g, (window, table) in enumerate(zip(self.windows, holding.tables, strict=True)):
             need = self._first_needed(window, match.length)
             self._free_head(table, min(need, first))
-            for node in match.nodes[max(need - first, 0) :]:
-                self.pool.hold(node.blocks[g])
             if need > first:  # the window is past what the table held so far, and past the first nodes of the hit
-                table.ids.extend([HOLE] * (need - first))
-                table.head = need
-            table.ids.extend(node.blocks[g] for node in match.nodes[max(need - first, 0) :])
-        self._move_pin(holding, match.nodes[-1])
-        holding.published = match.length // self.block_size
+                holes = min(need, first + len(match.nodes)) - first
+                table.ids.extend([HOLE] * holes)
+                table.head = first + holes
+            table.ids.extend([self._present(node, g) for node in match.nodes[max(need - first, 0) :]])
+        if match.nodes:
+            self._move_pin(holding, match.nodes[-1])
+        holding.published = first + len(match.nodes)
+        if match.saved is not None:
+            self._restore(sequence, match.saved)
 
-    def extend(self, sequence: Sequence, start: int, stop: int) -> list[Move]:
+    def _present(self, node: Node, group: int) -> int:
+        """The device block of a pinned node's content, brought back if need be; held once for the caller."""
+        host, block = self.host, node.blocks[group]
+        slot = node.hosts[group]
+        if block >= 0:
+            if host is not None and slot >= 0 and host.pool.counts[slot] > 0:  # pinned there, brought back since
+                host.pool.drop(slot)
+                self.pool.hold(block)
+            return block
+        assert host is not None
+        block = self.pool.take()
+        self._moves.append(Move(Place(HOST, slot), Place(DEVICE, block)))
+        self.pool.name(block, (node, group))
+        node.blocks[group] = block
+        host.pool.drop(slot)
+        return block
+
+    def _restore(self, sequence: Sequence, saved: Saved) -> None:
+        """A sequence's own blocks back from the host tier."""
+        assert self.host is not None
+        for table, slots in zip(self.holdings[sequence.number].tables, saved.slots, strict=True):
+            for slot in slots:
+                if slot < 0:
+                    table.ids.append(HOLE)
+                    table.head = len(table)
+                    continue
+                block = self.pool.take()
+                self._moves.append(Move(Place(HOST, slot), Place(DEVICE, block)))
+                table.ids.append(block)
+        self.forget_saved(sequence.number)
+
+    def forget_saved(self, number: int) -> None:
+        """Drop what a swapped-out sequence left in the host tier."""
+        saved = self.saved.pop(number, None)
+        if saved is not None and self.host is not None:
+            for slot in saved.held():
+                self.host.drop(slot)
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Save the blocks that cannot be found by content; then give back all.  False: no room, only given back."""
+        holding = self.holdings[sequence.number]
+        first, done = holding.published, False
+        if self.host is not None:
+            own = [table.ids[max(first, table.head) :] for table in holding.tables]
+            blocks = {b: True for ids in own for b in ids}
+            if self.host.pool.free >= len(blocks):
+                self.saved[sequence.number] = Saved(
+                    sequence.computed,
+                    first,
+                    tuple(
+                        array("i", [HOLE] * (max(first, table.head) - first) + [self._save(b) for b in ids])
+                        for table, ids in zip(holding.tables, own, strict=True)
+                    ),
+                )
+                done = True
+        self.release(sequence.number)
+        return done
+
+    def _save(self, block: int) -> int:
+        assert self.host is not None
+        slot, move = self.host.save(block)
+        if move is not None:
+            self._moves.append(move)
+        return slot
+
+    def drain(self) -> tuple[Move, ...]:
+        """The moves that the verbs since the last call have asked for, in order."""
+        moves, self._moves = tuple(self._moves), []
+        if self.host is not None:
+            self.host.settle()
+        return moves
+
+    def extend(self, sequence: Sequence, start: int, stop: int) -> None:
         """Make positions start..stop-1 writable: copy what is shared, append what is missing."""
-        pool, moves = self.pool, []
+        pool = self.pool
         tables = self.holdings[sequence.number].tables
         blocks = -(-stop // self.block_size)
-        copied = [
-            (table, b)
-            for table, b in self.rewritten(sequence.number, start, stop)
-            if self.shared(table.ids[b], pool.counts[table.ids[b]])
-        ]
+        written = self.rewritten(sequence.number, start, stop)
+        copied = [(table, b) for table, b in written if self.shared(table.ids[b], pool.counts[table.ids[b]])]
         missing = max(0, blocks - len(tables[0].ids))
         if len(copied) + missing * self.groups > pool.free:
             raise RuntimeError(f"{sequence!r} cannot be extended to {stop}: {pool.free} blocks are free")
         for table, b in copied:
             block = table.ids[b]
             fresh = pool.take()
-            moves.append(Move(Place(DEVICE, block), Place(DEVICE, fresh)))
+            self._moves.append(Move(Place(DEVICE, block), Place(DEVICE, fresh)))
             pool.drop(block)
             table.ids[b] = fresh
             self.copies += 1
         if missing:
             for table in tables:
                 table.ids.extend([pool.take() for _ in range(missing)])
-        return moves
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child names all of the parent's blocks."""
@@ -314,12 +424,18 @@ class KV:
         """Forget a sequence that will not come back."""
         if number in self.holdings:
             self.release(number)
+        self.forget_saved(number)
         self._keys.pop(number, None)
 
     def reset_cache(self) -> None:
         """Forget all cached content; live sequences keep their blocks."""
+        host, self.host = self.host, None  # nothing is demoted meanwhile
         for block in range(self.pool.size):
             self.pool.forget(block)
+        self.host = host
+        if host is not None:
+            for slot in range(host.pool.size):
+                host.pool.forget(slot)
 
     def _move_pin(self, holding: Holding, node: Node) -> None:
         node.pins += 1
@@ -331,4 +447,8 @@ class KV:
         node, group = content
         node.blocks[group] = -1
         self.evictions += 1
+        if self.host is not None:
+            move = self.host.demote(block, node, group)
+            if move is not None:
+                self._moves.append(move)
         self.index.prune(node)

@@ -25,15 +25,19 @@ class Node:
     A root stands for the empty prefix of a salt, which it holds as its ``tokens``.
     """
 
-    __slots__ = ("key", "parent", "tokens", "blocks", "children", "pins")
+    __slots__ = ("key", "parent", "tokens", "blocks", "hosts", "children", "pins")
 
     def __init__(self, key: bytes, parent: Node | None, tokens: bytes, groups: int) -> None:
         self.key = key
         self.parent = parent
         self.tokens = tokens
         self.blocks: list[int] = [-1] * groups
+        self.hosts: list[int] = [-1] * groups  # slots of the host tier
         self.children = 0
         self.pins = 0  # live sequences whose next block would hang on this one
+
+    def needed(self) -> bool:
+        return bool(self.children or self.pins or max(self.blocks) >= 0 or max(self.hosts) >= 0)
 
 
 class PrefixIndex:
@@ -100,7 +104,7 @@ class PrefixIndex:
 
     def prune(self, node: Node | None) -> None:
         """Remove a node that nothing needs any more, and its ancestors if it was the last to need them."""
-        while node is not None and not (node.children or node.pins or any(b >= 0 for b in node.blocks)):
+        while node is not None and not node.needed():
             parent = node.parent
             if parent is None:
                 del self._roots[node.tokens]

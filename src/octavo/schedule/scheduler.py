@@ -11,7 +11,7 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from octavo.core.plan import Draw, Move, Plan, Row
+from octavo.core.plan import Draw, Plan, Row
 from octavo.core.sequence import Sequence, State
 from octavo.paging.draft import Draft
 from octavo.paging.kv import KV, Match
@@ -45,6 +45,7 @@ class Scheduler:
         policy: Policy | None = None,
         max_running: int = 256,
         most_logits: int = 1024,
+        swap_pays: Callable[[Sequence], bool] = lambda sequence: True,
     ) -> None:
         self.kv = kv
         self.policy = policy or Policy()
@@ -52,7 +53,8 @@ class Scheduler:
         self.most_logits = most_logits  # logits rows of a scoring chunk
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self.preemptions = 0
+        self.swap_pays = swap_pays  # whether moving a victim's blocks is cheaper than computing them again
+        self.preemptions = self.swaps = self.recomputes = 0
 
     # ---- queues ----------------------------------------------------------------------------------------------------
 
@@ -97,11 +99,16 @@ class Scheduler:
         kv = self.kv
         for victim in decision.victims:
             self.preempt(victim)
+        restored = {s.number: True for s, match in decision.attached if match.saved is not None}
         for sequence in decision.admitted:
             kv.open(sequence)
+            if sequence.number not in restored:  # what it had saved is no use without what came before
+                kv.forget_saved(sequence.number)
             sequence.become(State.RUNNING)
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=lambda s: self.policy.rank(s, 0.0))
+        for _, match in decision.attached:
+            kv.pin(match)
         for sequence, match in decision.attached:
             kv.attach(sequence, match)
             if sequence.cached is None:
@@ -109,22 +116,26 @@ class Scheduler:
             if not sequence.preemptions:  # blocks that it computed itself before are no hits
                 sequence.cached += match.length - match.start
             sequence.computed = match.length
-        moves: list[Move] = []
         rows = []
         for sequence, start, stop in decision.rows:
-            moves += kv.extend(sequence, start, stop)
+            kv.extend(sequence, start, stop)
             if sequence.cached is None:
                 sequence.cached = 0
             sequence.served = step
             row = self._row(sequence, start, stop, draws)
             self.policy.served(sequence, stop - start, len(row.draws))
             rows.append(row)
-        return Plan(step, tuple(moves), tuple(rows))
+        return Plan(step, kv.drain(), tuple(rows))
 
     def preempt(self, victim: Sequence) -> None:
         """Take a running sequence's blocks; it waits for its turn by rank."""
         self.running.remove(victim)
-        self.kv.release(victim.number)
+        if self.swap_pays(victim) and self.kv.swap_out(victim):
+            self.swaps += 1
+        else:
+            if victim.number in self.kv.holdings:
+                self.kv.release(victim.number)
+            self.recomputes += 1
         victim.become(State.WAITING)
         victim.preemptions += 1
         self.preemptions += 1
@@ -221,7 +232,7 @@ class _Round:
         if match is not None:
             self.draft.attach(sequence, match)
             self.decision.attached.append((sequence, match))
-            attached = match.length // self.kv.block_size
+            attached = match.blocks
         stop = self._fitting(sequence, start, limit, attached)
         while stop <= start and self._take_victim():
             stop = self._fitting(sequence, start, limit, attached)
@@ -328,7 +339,7 @@ class _Round:
         attached = 0
         if match is not None:
             self.draft.attach(sequence, match)
-            attached = match.length // self.kv.block_size
+            attached = match.blocks
         stop = self._fitting(sequence, start, self._limit(sequence, start), attached)
         if stop <= start:
             raise RuntimeError(f"{sequence!r} was found to fit but does not: {self.draft.free} blocks free")
@@ -351,13 +362,13 @@ class _Round:
         """Whether all its known tokens fit beside a spare block for each that runs; alone, whether a token fits."""
         kv = self.kv
         alone = self.active == 0 and not self.decision.admitted
-        start = match.length if match else 0
+        start, attached = (match.length, match.blocks) if match else (0, 0)
         hit = self.draft.attach_cost(sequence, match) if match else 0
         if alone:
             stop = min(len(sequence.tokens), (start // kv.block_size + 1) * kv.block_size)
-            return hit + self.draft.extend_cost(sequence, start, stop, start // kv.block_size) <= self.draft.free
+            return hit + self.draft.extend_cost(sequence, start, stop, attached) <= self.draft.free
         length = len(sequence.tokens)
         fresh = max(0, kv.blocks_for(length, 1) - (kv.blocks_for(start, 1) if start else 0))
-        first = self.draft.extend_cost(sequence, start, min(length, start + kv.block_size), start // kv.block_size)
+        first = self.draft.extend_cost(sequence, start, min(length, start + kv.block_size), attached)
         spare = kv.groups * (self.active + len(self.decision.admitted))
         return hit + max(fresh, first) + spare + self.promised <= self.draft.free

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 
-from octavo.core.plan import DEVICE, Draw, Move, Plan, Row, RowResult, StepResult, TokenLogprobs
+from octavo.core.plan import DEVICE, HOST, Draw, Move, Plan, Row, RowResult, StepResult, TokenLogprobs
 
 Next = Callable[[Sequence[int], Draw], int]
 
@@ -62,7 +62,7 @@ def _logprobs(prefix: Sequence[int], token: int, best: int) -> TokenLogprobs:
 class ScriptedExecutor:
     """Owns: the token ids that "K and V" hold, slot by slot, in place of bytes.
 
-    ``slots[block][slot]`` is the (position, token) written there last, or None.
+    ``slots[block][slot]`` is the (position, token) written there last, or None; ``host`` the same of the host tier.
 
     Promises: a row reads its prefix out of the blocks that its tables name, and fails if a slot was never written or
     if layer groups disagree, so that wrong tables, early publishing and lost copies show as errors.
@@ -75,12 +75,14 @@ class ScriptedExecutor:
         choose: Next,
         windows: Sequence[int | None] = (None,),
         fail: Callable[[Row], str | None] = lambda row: None,
+        host_slots: int = 0,
     ) -> None:
         self.block_size = block_size
         self.windows = tuple(windows)
         self._choose = choose
         self._fail = fail
         self.slots: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(blocks)]
+        self.host: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(host_slots)]
         self.plans: list[Plan] = []
 
     def run(self, plan: Plan) -> StepResult:
@@ -96,9 +98,8 @@ class ScriptedExecutor:
         self.slots = []
 
     def _move(self, move: Move) -> None:
-        if move.source.tier != DEVICE or move.target.tier != DEVICE:
-            raise ValueError("one tier only")
-        self.slots[move.target.slot] = list(self.slots[move.source.slot])
+        tiers = {DEVICE: self.slots, HOST: self.host}
+        tiers[move.target.tier][move.target.slot] = list(tiers[move.source.tier][move.source.slot])
 
     def _write(self, row: Row, written: dict[tuple[int, int], int]) -> None:
         for table in row.tables:
