@@ -7,6 +7,7 @@ from typing import Any
 
 from octavo.clock import SimulatedClock
 from octavo.core.events import Delta, Finished
+from octavo.core.plan import DISK
 from octavo.core.params import SamplingParams
 from octavo.core.plan import Plan, RowResult, StepResult
 from octavo.core.request import Request
@@ -112,13 +113,19 @@ class Rig:
         defaults: dict[str, Any] | None = None,
         audited: bool = True,
         swap: int = 0,
+        disk: int = 0,
+        lose: Any = lambda move: False,
+        files: Any = None,
         blind: bool = False,
     ) -> None:
         reach = None if None in windows else max(w for w in windows if w is not None)
-        self.kv = KV(pool, block_size, windows, prefix_cache, hash, swap)
+        self.kv = KV(pool, block_size, windows, prefix_cache, hash, swap, disk)
+        if self.kv.disk is not None and files:
+            self.kv.disk.adopt(list(files))
         self.executor: Any = BlindExecutor()
         if not blind:
-            self.executor = CheckedExecutor(pool, block_size, choose or prefix_hash(vocab, reach), windows, fail, swap)
+            chosen = choose or prefix_hash(vocab, reach)
+            self.executor = CheckedExecutor(pool, block_size, chosen, windows, fail, swap, lose, files)
             self.executor.kv = self.kv
         self.clock = SimulatedClock()
         self.engine = Engine(
@@ -171,11 +178,14 @@ class Rig:
         """One step, checked; returns how many tokens it computed."""
         scheduler = self.engine.scheduler
         rank = scheduler.policy.rank
-        best = min((*scheduler.running, *scheduler.waiting), key=lambda s: rank(s, self.clock.now()), default=None)
+        able = [s for s in (*scheduler.running, *scheduler.waiting) if not s.parked]
+        best = min(able, key=lambda s: rank(s, self.clock.now()), default=None)
+        flights = bool(self.kv.disk and self.kv.disk.flights)
         tokens = self.engine.step()
         self.clock.advance(1.0)
-        if best is not None:
-            plan = self.executor.plans[-1]
+        plan = self.executor.plans[-1] if best is not None else None
+        if plan is not None and not flights and not any(m.source.tier == DISK for m in plan.moves):
+            assert best is not None
             assert any(row.sequence == best.number for row in plan.rows), f"{best} is the best-ranked, and not served"
             assert 0 < tokens <= self.engine.budget.tokens
             assert len(scheduler.running) <= scheduler.max_running

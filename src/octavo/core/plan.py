@@ -21,10 +21,15 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy one block's bytes; copy-on-write, swap and promotion are all this."""
+    """Copy one block's bytes; copy-on-write, swap and promotion are all this.
+
+    Moves to and from disk carry what the block is: a file's ``name``, and a ``label`` that the file must repeat.
+    """
 
     source: Place
     target: Place
+    name: str = ""
+    label: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,9 @@ class RowResult:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One :class:`RowResult` for each row of the plan, in order."""
+    """One :class:`RowResult` for each row of the plan, in order; and the slow moves, of this or an earlier plan, that
+    have ended, well or not."""
 
     step: int
     rows: tuple[RowResult, ...]
+    moved: tuple[tuple[Move, bool], ...] = ()

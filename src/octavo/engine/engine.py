@@ -20,6 +20,7 @@ from octavo.engine.reader import Reader
 from octavo.engine.stats import Counters, Stats
 from octavo.execute.executor import Executor
 from octavo.paging.audit import audit
+from octavo.paging.fetch import landed
 from octavo.paging.kv import KV
 from octavo.schedule.budget import TokenBudget
 from octavo.schedule.policies import Policy
@@ -106,9 +107,11 @@ class Engine:
         began = self.clock.now()
         decision = self.scheduler.decide(began, self.budget.tokens)
         plan = self.scheduler.commit(decision, self.counters.steps, self._draws)
-        if not plan.rows:
+        if not plan.rows and not (self.kv.disk and self.kv.disk.flights):
             raise RuntimeError(f"a step without progress: {self.scheduler.running} run, {self.scheduler.waiting} wait")
         result = self.executor.run(plan)
+        for move, ok in result.moved:
+            landed(self.kv, move, ok)
         self._count(plan.tokens)
         now = self.clock.now()
         for (sequence, start, stop), row, outcome in zip(decision.rows, plan.rows, result.rows, strict=True):

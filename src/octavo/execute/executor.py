@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Protocol
 
 import numpy as np
 
 from octavo.core.layout import KVLayout
-from octavo.core.plan import DEVICE, Move, Plan, Row, RowResult, StepResult
+from octavo.core.plan import DEVICE, DISK, HOST, Move, Plan, Row, RowResult, StepResult
 from octavo.execute import inputs, sampler
+from octavo.execute.disk import DiskStore
 from octavo.kernels.backend import Backend, Program
 
 log = logging.getLogger("octavo.execute")
+
+WAIT = 0.1  # seconds that a step without rows waits for a slow move
 
 
 class Executor(Protocol):
@@ -37,12 +41,17 @@ class LocalExecutor:
         layout: KVLayout,
         blocks: int,
         banned: Sequence[int] = (),
+        host_slots: int = 0,
+        disk: DiskStore | None = None,
     ) -> None:
         self.backend = backend
         self.program = program
         self.layout = layout
         # Untouched pages of an empty array cost no memory: the pool fills as blocks are first used.
         self.blocks = np.empty((blocks, layout.block_bytes), np.uint8)
+        self.host = np.empty((host_slots, layout.block_bytes), np.uint8)
+        self.tiers = {DEVICE: self.blocks, HOST: self.host}
+        self.disk = disk
         self.banned = np.asarray(banned, np.int32)
 
     def run(self, plan: Plan) -> StepResult:
@@ -52,17 +61,35 @@ class LocalExecutor:
         except Exception as error:  # whatever a kernel may raise: find the row it is about
             log.warning("step %d failed (%s); running its %d rows one by one", plan.step, error, len(plan.rows))
             rows = tuple(self._alone(row) for row in plan.rows)
-        return StepResult(plan.step, rows)
+        moved = self.disk.completed(wait=0.0 if plan.rows else WAIT) if self.disk else ()
+        return StepResult(plan.step, rows, tuple(moved))
+
+    def flush(self, moves: Sequence[Move]) -> None:
+        """Write blocks to disk, waiting for room in the queue; for the end of the engine's life."""
+        self._move_disk(moves, wait=True)
 
     def close(self) -> None:
-        self.blocks = np.empty((0, self.layout.block_bytes), np.uint8)
+        if self.disk is not None:
+            self.disk.close()
+        self.blocks = self.host = np.empty((0, self.layout.block_bytes), np.uint8)
+        self.tiers = {DEVICE: self.blocks, HOST: self.host}
 
     def _move(self, moves: Sequence[Move]) -> None:
-        if moves:
-            pairs = np.array([(m.source.slot, m.target.slot) for m in moves], np.int32)
-            if any(m.source.tier != DEVICE or m.target.tier != DEVICE for m in moves):
-                raise ValueError("this executor has one tier")
-            self.backend.move(self.blocks, self.blocks, pairs)
+        """In order; moves between the same two tiers that follow each other go in one batch."""
+        for (source, target), batch in groupby(moves, key=lambda m: (m.source.tier, m.target.tier)):
+            if DISK in (source, target):
+                self._move_disk(list(batch))
+                continue
+            pairs = np.array([(m.source.slot, m.target.slot) for m in batch], np.int32)
+            self.backend.move(self.tiers[source], self.tiers[target], pairs)
+
+    def _move_disk(self, moves: Sequence[Move], wait: bool = False) -> None:
+        assert self.disk is not None
+        for move in moves:
+            if move.target.tier == DISK:
+                self.disk.write(move, self.tiers[move.source.tier][move.source.slot], wait)
+            else:
+                self.disk.read(move, self.tiers[HOST][move.target.slot])
 
     def _compute(self, rows: Sequence[Row]) -> tuple[RowResult, ...]:
         if not rows:

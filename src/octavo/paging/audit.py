@@ -49,7 +49,10 @@ def _audit_host(kv: KV) -> None:
         for slot in saved.held():
             counts[slot] += 1
             _check(pool.content[slot] is None, f"host slot {slot} is a sequence's own and has content")
-    _check(counts == list(pool.counts), "host slots: counts differ from what swapped-out sequences hold")
+    for flight in kv.disk.flights if kv.disk else ():
+        for arrival in flight.arrivals:
+            counts[arrival.slot] += 1
+    _check(counts == list(pool.counts), "host slots: counts differ from what swapped-out sequences and reads hold")
     _check(len(pool.free_order()) == pool.free == counts.count(0), "host slots: the free list does not add up")
     entries = 0
     for node in kv.index.nodes():
@@ -67,6 +70,8 @@ def _audit_index(kv: KV) -> None:
     pins: dict[int, int] = {}
     for holding in kv.holdings.values():
         pins[id(holding.node)] = pins.get(id(holding.node), 0) + 1
+    for flight in kv.disk.flights if kv.disk else ():
+        pins[id(flight.parent)] = pins.get(id(flight.parent), 0) + 1
     for node in nodes:
         _check(node.parent in kv.index, "a node whose parent is gone")
         children[id(node.parent)] = children.get(id(node.parent), 0) + 1

@@ -10,6 +10,7 @@ from octavo.core.plan import DEVICE, HOST, Move, Place
 from octavo.paging.pool import BlockPool
 
 if TYPE_CHECKING:
+    from octavo.paging.disk import DiskTier
     from octavo.paging.prefix import Node, PrefixIndex
 
 
@@ -40,13 +41,15 @@ class HostTier:
         self.pool = BlockPool(slots, self._forgotten)
         self._index = index
         self._mirrors: dict[int, int] = {}  # device block -> slot that holds the same bytes, until the step begins
+        self.disk: DiskTier | None = None
+        self.moves: list[Move] = []  # to disk, that taking slots has asked for
         self.demoted = 0
         self.evicted = 0
 
-    def demote(self, block: int, node: Node, group: int) -> Move | None:
-        """Keep a published block that the device pool gives up; None if there is no slot or it is here already."""
+    def demote(self, block: int, node: Node, group: int) -> list[Move]:
+        """Keep a published block that the device pool gives up; nothing if there is no slot or it is here already."""
         if node.hosts[group] >= 0 or not self.pool.free:
-            return None
+            return []
         node.pins += 1  # taking a slot may give up this very node's last other place
         slot = self.pool.take()
         node.pins -= 1
@@ -54,17 +57,22 @@ class HostTier:
         node.hosts[group] = slot
         self.pool.drop(slot)
         self.demoted += 1
-        return Move(Place(DEVICE, block), Place(HOST, slot))
+        return [*self.emitted(), Move(Place(DEVICE, block), Place(HOST, slot))]
 
-    def save(self, block: int) -> tuple[int, Move | None]:
+    def save(self, block: int) -> tuple[int, list[Move]]:
         """A slot with a sequence's own block; one that several sequences share moves once."""
         slot = self._mirrors.get(block)
         if slot is not None:
             self.pool.hold(slot)
-            return slot, None
+            return slot, []
         slot = self.pool.take()
         self._mirrors[block] = slot
-        return slot, Move(Place(DEVICE, block), Place(HOST, slot))
+        return slot, [*self.emitted(), Move(Place(DEVICE, block), Place(HOST, slot))]
+
+    def emitted(self) -> list[Move]:
+        """Moves that have to be done before the slots taken since the last call are written."""
+        moves, self.moves = self.moves, []
+        return moves
 
     def settle(self) -> None:
         """The step begins: from here on device blocks change, and no slot mirrors one."""
@@ -78,6 +86,10 @@ class HostTier:
 
     def _forgotten(self, slot: int, content: tuple[Node, int]) -> None:
         node, group = content
+        if self.disk is not None:
+            move = self.disk.demote(Place(HOST, slot), node, group)
+            if move is not None:
+                self.moves.append(move)
         node.hosts[group] = -1
         self.evicted += 1
         self._index.prune(node)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from octavo.core.plan import DEVICE, HOST, Move, Place
 from octavo.core.sequence import Sequence
+from octavo.paging.disk import DiskTier
 from octavo.paging.host import HostTier, Saved
 from octavo.paging.pool import BlockPool
 from octavo.paging.prefix import Hash, Node, PrefixIndex, chain_hash
@@ -52,6 +53,7 @@ class KV:
         prefix_cache: bool = True,
         hash: Hash = chain_hash,
         host_slots: int = 0,
+        disk_slots: int = 0,
     ) -> None:
         if block_size < 1:
             raise ValueError(f"block_size must be at least 1, got {block_size}")
@@ -61,6 +63,9 @@ class KV:
         self.index = PrefixIndex(self.groups, hash)
         self.pool = BlockPool(blocks, self._forgotten)
         self.host = HostTier(host_slots, self.index) if host_slots else None
+        self.disk = DiskTier(disk_slots) if disk_slots and self.host else None
+        if self.host is not None:
+            self.host.disk = self.disk
         self.saved: dict[int, Saved] = {}  # by number of a swapped-out sequence
         self._moves: list[Move] = []  # in the order in which they must be done
         self.prefix_cache = prefix_cache
@@ -329,10 +334,28 @@ class KV:
 
     def _save(self, block: int) -> int:
         assert self.host is not None
-        slot, move = self.host.save(block)
-        if move is not None:
-            self._moves.append(move)
+        slot, moves = self.host.save(block)
+        self._moves += moves
         return slot
+
+    def request(self, moves: list[Move]) -> None:
+        """Have these moves done after those asked for so far."""
+        self._moves += moves
+
+    def flush(self) -> tuple[Move, ...]:
+        """Moves that write every published block to disk that is not there, the one used longest ago first."""
+        if self.disk is None or self.host is None:
+            return ()
+        for tier, pool in ((HOST, self.host.pool), (DEVICE, self.pool)):
+            order = pool.free_order()
+            for slot in order + [s for s in range(pool.size) if pool.counts[s]]:
+                if pool.content[slot] is not None:
+                    node, group = pool.content[slot]
+                    move = self.disk.demote(Place(tier, slot), node, group)
+                    if move is not None:
+                        self.disk.pool.drop(move.target.slot)  # nothing else runs: slots may go round
+                        self._moves.append(move)
+        return self.drain()
 
     def drain(self) -> tuple[Move, ...]:
         """The moves that the verbs since the last call have asked for, in order."""
@@ -425,6 +448,8 @@ class KV:
         if number in self.holdings:
             self.release(number)
         self.forget_saved(number)
+        if self.disk is not None:
+            self.disk.asked.pop(number, None)
         self._keys.pop(number, None)
 
     def reset_cache(self) -> None:
@@ -448,7 +473,5 @@ class KV:
         node.blocks[group] = -1
         self.evictions += 1
         if self.host is not None:
-            move = self.host.demote(block, node, group)
-            if move is not None:
-                self._moves.append(move)
+            self._moves += self.host.demote(block, node, group)
         self.index.prune(node)

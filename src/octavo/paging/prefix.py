@@ -95,12 +95,15 @@ class PrefixIndex:
 
     def add(self, parent: Node, key: bytes, tokens: array[int]) -> Node | None:
         """The node of this block, new or found; None if another prefix has the same key."""
+        return self.add_bytes(parent, key, tokens.tobytes())
+
+    def add_bytes(self, parent: Node, key: bytes, tokens: bytes) -> Node | None:
         node = self._nodes.get(key)
         if node is None:
-            node = self._nodes[key] = Node(key, parent, tokens.tobytes(), self.groups)
+            node = self._nodes[key] = Node(key, parent, tokens, self.groups)
             parent.children += 1
             return node
-        return self.find(parent, key, tokens)
+        return node if node.parent is parent and node.tokens == tokens else None
 
     def prune(self, node: Node | None) -> None:
         """Remove a node that nothing needs any more, and its ancestors if it was the last to need them."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from octavo.core.plan import Draw, Plan, Row
 from octavo.core.sequence import Sequence, State
 from octavo.paging.draft import Draft
+from octavo.paging.fetch import fetch, fetchable
 from octavo.paging.kv import KV, Match
 from octavo.schedule.policies import Policy, Rank
 
@@ -29,6 +30,7 @@ class Decision:
     admitted: list[Sequence] = field(default_factory=list)
     attached: list[tuple[Sequence, Match]] = field(default_factory=list)
     rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # sequence, first position, end position
+    fetches: list[tuple[Sequence, Match | None, int]] = field(default_factory=list)  # blocks to bring from disk
     deferred: int = 0  # sequences that wait for a block which another row computes in this step
 
 
@@ -116,6 +118,8 @@ class Scheduler:
             if not sequence.preemptions:  # blocks that it computed itself before are no hits
                 sequence.cached += match.length - match.start
             sequence.computed = match.length
+        for sequence, found, blocks in decision.fetches:
+            kv.request(fetch(kv, sequence, found, blocks))
         rows = []
         for sequence, start, stop in decision.rows:
             kv.extend(sequence, start, stop)
@@ -222,6 +226,8 @@ class _Round:
         if match is not None and self.draft.attach_cost(sequence, match) > self.draft.free:
             match = None
         start = match.length if match else sequence.computed
+        if sequence.pending > 1 and self._on_disk(sequence, match):
+            return
         if self._computed_elsewhere(sequence, start):
             self.decision.deferred += 1
             return
@@ -303,6 +309,13 @@ class _Round:
             return False
         return self.kv.keys(sequence, b + 1)[b + 1] in self.computing
 
+    def _on_disk(self, sequence: Sequence, match: Match | None) -> bool:
+        """Whether what follows a hit is on disk or on its way from there; then the sequence waits for it."""
+        blocks = fetchable(self.kv, sequence, match)
+        if blocks > 0:
+            self.decision.fetches.append((sequence, match, blocks))
+        return blocks != 0
+
     def _note_computing(self, sequence: Sequence, start: int, stop: int) -> None:
         size = self.kv.block_size
         full = len(sequence.tokens) // size
@@ -327,6 +340,9 @@ class _Round:
             return False
         match = self.kv.match(sequence)
         start = match.length if match else 0
+        if self._on_disk(sequence, match):
+            self.awaiting += 1
+            return True
         if self._computed_elsewhere(sequence, start):
             self.decision.deferred += 1
             self.awaiting += 1

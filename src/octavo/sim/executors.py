@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 
-from octavo.core.plan import DEVICE, HOST, Draw, Move, Plan, Row, RowResult, StepResult, TokenLogprobs
+from octavo.core.plan import DEVICE, DISK, HOST, Draw, Move, Plan, Row, RowResult, StepResult, TokenLogprobs
 
 Next = Callable[[Sequence[int], Draw], int]
 
@@ -76,6 +76,8 @@ class ScriptedExecutor:
         windows: Sequence[int | None] = (None,),
         fail: Callable[[Row], str | None] = lambda row: None,
         host_slots: int = 0,
+        lose: Callable[[Move], bool] = lambda move: False,
+        disk: dict[str, tuple[bytes, list[tuple[int, int] | None]]] | None = None,
     ) -> None:
         self.block_size = block_size
         self.windows = tuple(windows)
@@ -83,23 +85,50 @@ class ScriptedExecutor:
         self._fail = fail
         self.slots: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(blocks)]
         self.host: list[list[tuple[int, int] | None]] = [[None] * block_size for _ in range(host_slots)]
+        self.disk = {} if disk is None else disk
+        self._lose = lose  # whether a move to or from disk fails
+        self._slow: list[tuple[Move, list[tuple[int, int] | None] | None]] = []
         self.plans: list[Plan] = []
 
     def run(self, plan: Plan) -> StepResult:
         self.plans.append(plan)
         for move in plan.moves:
             self._move(move)
+        moved = self._slow_ones(plan)
         written: dict[tuple[int, int], int] = {}
         for row in plan.rows:
             self._write(row, written)
-        return StepResult(plan.step, tuple(self._row(row) for row in plan.rows))
+        return StepResult(plan.step, tuple(self._row(row) for row in plan.rows), moved)
 
     def close(self) -> None:
         self.slots = []
 
     def _move(self, move: Move) -> None:
+        if move.target.tier == DISK:
+            source = self.slots if move.source.tier == DEVICE else self.host
+            self._slow.append((move, list(source[move.source.slot])))
+            return
+        if move.source.tier == DISK:
+            self._slow.append((move, None))
+            return
         tiers = {DEVICE: self.slots, HOST: self.host}
         tiers[move.target.tier][move.target.slot] = list(tiers[move.source.tier][move.source.slot])
+
+    def _slow_ones(self, plan: Plan) -> tuple[tuple[Move, bool], ...]:
+        """Ends some of the moves to and from disk, oldest first; all of them when there is nothing else to do."""
+        ended = []
+        while self._slow and (not plan.rows or self._slow[0][0] not in plan.moves):
+            move, block = self._slow.pop(0)
+            ok = not self._lose(move)
+            if block is None:
+                found = self.disk.get(move.name)
+                ok = ok and found is not None and found[0] == move.label
+                if ok and found is not None:
+                    self.host[move.target.slot] = list(found[1])
+            elif ok:
+                self.disk[move.name] = (move.label, block)
+            ended.append((move, ok))
+        return tuple(ended)
 
     def _write(self, row: Row, written: dict[tuple[int, int], int]) -> None:
         for table in row.tables:
