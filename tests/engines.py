@@ -7,9 +7,8 @@ from typing import Any
 
 from octavo.clock import SimulatedClock
 from octavo.core.events import Delta, Finished
-from octavo.core.plan import DISK
 from octavo.core.params import SamplingParams
-from octavo.core.plan import Plan, RowResult, StepResult
+from octavo.core.plan import DISK, Plan, RowResult, StepResult
 from octavo.core.request import Request
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake

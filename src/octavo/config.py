@@ -51,6 +51,10 @@ class EngineConfig:
     - ``generation_defaults``: whether the model's generation config fills parameters that a request does not give
     - ``policy``: "fcfs", "priority" (lower number first), "shortest" (fewest tokens to go) or "fair" (a share for each
       user, ``user_weights`` maps users to shares other than 1)
+    - ``swap_memory``: bytes of host memory for blocks of preempted sequences and of the prefix cache that the pool has
+      no room for (0: none; None: a tenth of what the process may use, 1 GiB at most)
+    - ``preempt``: "auto" (swap or recompute, by estimated cost), "swap" or "recompute"
+    - ``kv_disk``: bytes of disk for prefixes that fall out of memory, which survive a restart; ``kv_disk_path``: where
     - ``backend``: "cpu" or "reference" (NumPy, slow: the definition of right)
     - ``audit``: recount all blocks after each step (slow; for tests)
     """
@@ -69,6 +73,10 @@ class EngineConfig:
     generation_defaults: bool = True
     policy: str = "fcfs"
     user_weights: Mapping[str, float] | None = None
+    swap_memory: int | str | None = None
+    preempt: str = "auto"
+    kv_disk: int | str | None = None
+    kv_disk_path: str | None = None
     backend: str = "cpu"
     audit: bool = False
 
@@ -91,6 +99,15 @@ class EngineConfig:
         for name in ("prefix_cache", "generation_defaults", "audit"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, not {getattr(self, name)!r}", name)
+        self._one_of("preempt", ("auto", "swap", "recompute"))
+        if self.swap_memory not in (None, 0, "0"):
+            object.__setattr__(self, "swap_memory", parse_size(self.swap_memory, "swap_memory"))
+        if self.kv_disk is not None:
+            object.__setattr__(self, "kv_disk", parse_size(self.kv_disk, "kv_disk"))
+            if not self.prefix_cache:
+                raise ConfigError("kv_disk keeps the prefix cache: it needs prefix_cache", "kv_disk")
+        elif self.kv_disk_path is not None:
+            raise ConfigError("kv_disk_path is of no use without kv_disk", "kv_disk_path")
         if self.kv_memory is not None:
             if self.kv_blocks is not None:
                 raise ConfigError("kv_memory and kv_blocks both set the size of the KV cache: give one", "kv_memory")

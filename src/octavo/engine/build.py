@@ -12,7 +12,8 @@ from octavo.config import EngineConfig, format_size
 from octavo.core.layout import KVLayout
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake
-from octavo.engine.memory import MemoryPlan, plan_memory
+from octavo.engine.memory import MemoryPlan, plan_memory, plan_swap
+from octavo.engine.persist import open_disk
 from octavo.errors import ConfigError, ModelError
 from octavo.execute.executor import LocalExecutor
 from octavo.kernels.backend import Backend
@@ -22,6 +23,7 @@ from octavo.models.decoder import compile_model, kv_layout, load_weights
 from octavo.paging.kv import KV
 from octavo.schedule.budget import TokenBudget
 from octavo.schedule.policies import POLICIES, FairShare, Policy
+from octavo.schedule.preempt import SwapChoice
 from octavo.text.chat import ChatTemplate
 from octavo.text.tokenizer import Tokenizer
 
@@ -117,8 +119,15 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
     program = compile_model(backend, spec, weights, layout)
     # Rows of the head that no token has must never be drawn: they have no text.
     banned = range(tokenizer.vocab_size, spec.vocab)
-    executor = LocalExecutor(backend, program, layout, memory.blocks, banned)
-    kv = KV(memory.blocks, config.block_size, layout.windows, config.prefix_cache)
+    host = plan_swap(config, layout)
+    store, files = (open_disk(checkpoint, layout, config, backend) or (None, 0)) if config.kv_disk else (None, 0)
+    executor = LocalExecutor(backend, program, layout, memory.blocks, banned, host, store)
+    kv = KV(memory.blocks, config.block_size, layout.windows, config.prefix_cache, host_slots=host, disk_slots=files)
+    if store is not None and kv.disk is not None:
+        for slot, name in kv.disk.adopt(store.files()):
+            store.adopt(slot, name)
+    budget = TokenBudget(config.max_batched_tokens, report=log.info)
+    choice = SwapChoice(kv, config.preempt, layout.block_bytes, executor.copy_rate(), lambda: budget.rate)
     ends = end_ids(checkpoint, tokenizer)
     engine = Engine(
         executor,
@@ -126,7 +135,8 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
         tokenizer=tokenizer,
         eos_ids=ends,
         policy=make_policy(config),
-        budget=TokenBudget(config.max_batched_tokens, report=log.info),
+        budget=budget,
+        swap_pays=choice,
         max_running=config.max_running,
         most_logits=max(1, LOGITS_BYTES // (4 * spec.vocab)),
         clock=clock,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
@@ -51,13 +52,14 @@ class Engine:
         clock: Clock | None = None,
         audited: bool = False,
         block_bytes: int = 0,
+        swap_pays: Callable[[Sequence], bool] = lambda sequence: True,
     ) -> None:
         self.executor = executor
         self.kv = kv
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(eos_ids)
         self.budget = budget or TokenBudget(report=log.info)
-        self.scheduler = Scheduler(kv, policy, max_running, most_logits)
+        self.scheduler = Scheduler(kv, policy, max_running, most_logits, swap_pays)
         self.clock = clock or RealClock()
         self.audited = audited
         self.block_bytes = block_bytes
@@ -86,6 +88,11 @@ class Engine:
         self._end_branches(request, "abort")
         self.counters.aborted += 1
         self._close(request)
+
+    def close(self) -> None:
+        """Keep what the disk tier is to remember, and let the executor's memory go."""
+        self.executor.flush(self.kv.flush())
+        self.executor.close()
 
     @property
     def busy(self) -> bool:

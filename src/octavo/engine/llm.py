@@ -169,7 +169,7 @@ class LLM:
         """Give back the memory.  Closing twice is fine; using a closed LLM is an EngineError."""
         if self._parts is not None:
             with self._lock:
-                self._parts.engine.executor.close()
+                self._parts.engine.close()
                 self._parts = None
 
     def __enter__(self) -> LLM:

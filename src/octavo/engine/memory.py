@@ -11,6 +11,7 @@ from octavo.errors import ConfigError
 from octavo.paging.kv import KV
 
 SHARE = 0.6  # of what is left beside the weights, for K and V
+STAGING = 64  # host slots a group that a disk tier has at least
 HEAD_ROOM = 256 << 20  # for activations, the interpreter, and the rest of the machine
 
 
@@ -94,6 +95,18 @@ class MemoryPlan:
 
 def _kv(blocks: int, layout: KVLayout) -> KV:
     return KV(1, layout.block_size, layout.windows) if blocks < 1 else KV(blocks, layout.block_size, layout.windows)
+
+
+def plan_swap(config: EngineConfig, layout: KVLayout) -> int:
+    """Slots of the host tier.  A disk tier needs a few, for blocks to pass through."""
+    if config.swap_memory is None:
+        size = min(1 << 30, memory_limit()[0] // 10)
+    else:
+        size = int(config.swap_memory)
+    if config.preempt == "recompute":
+        size = 0
+    slots = size // layout.block_bytes
+    return max(slots, STAGING * len(layout.groups)) if config.kv_disk is not None else slots
 
 
 def plan_memory(config: EngineConfig, layout: KVLayout, context: int, weights: int) -> MemoryPlan:

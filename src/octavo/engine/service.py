@@ -245,7 +245,7 @@ class AsyncLLM:
     def close(self) -> None:
         """End every request and the engine's thread, give back the memory."""
         self._service.close()
-        self._parts.engine.executor.close()
+        self._parts.engine.close()
 
     def __enter__(self) -> AsyncLLM:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Protocol
@@ -24,6 +25,8 @@ class Executor(Protocol):
     """Runs plans.  ``run`` is a function of (weights, stores, plan) and writes only slots that the plan names."""
 
     def run(self, plan: Plan) -> StepResult: ...
+
+    def flush(self, moves: Sequence[Move]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -82,6 +85,16 @@ class LocalExecutor:
                 continue
             pairs = np.array([(m.source.slot, m.target.slot) for m in batch], np.int32)
             self.backend.move(self.tiers[source], self.tiers[target], pairs)
+
+    def copy_rate(self) -> float:
+        """Bytes a second that moves between the device and the host tier reach, measured now on a few blocks."""
+        n = max(1, min(len(self.blocks), len(self.host), 1 + (8 << 20) // self.layout.block_bytes))
+        trial = np.ones((n, self.layout.block_bytes), np.uint8)
+        target = np.ones_like(trial)
+        pairs = np.repeat(np.arange(n, dtype=np.int32), 2).reshape(n, 2)
+        began = time.perf_counter()
+        self.backend.move(trial, target, pairs)
+        return trial.nbytes / max(time.perf_counter() - began, 1e-9)
 
     def _move_disk(self, moves: Sequence[Move], wait: bool = False) -> None:
         assert self.disk is not None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,6 +46,11 @@ class CpuBackend:
         self.name = f"cpu-{self.isa}-{compute}"
         self.native = self.kernels.Cpu(self.threads.count, compute == "exact")
         log.info("CPU kernels: %s, %d thread(s): %s", self.isa, self.threads.count, self.threads.reason)
+
+    @cached_property
+    def build(self) -> str:
+        """A hash of the kernels' code."""
+        return hashlib.blake2b(Path(self.kernels.__file__).read_bytes(), digest_size=16).hexdigest()
 
     def matrix(self, type: str, data: Array, rows: int, cols: int) -> Any:
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)

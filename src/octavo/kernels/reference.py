@@ -36,6 +36,7 @@ class ReferenceBackend:
         if dtype not in ("float32", "float64"):
             raise ValueError(f"dtype is float32 or float64, not {dtype}")
         self.dtype = np.dtype(dtype)
+        self.build = f"numpy-{np.__version__}-{dtype}"
 
     def matrix(self, type: str, data: Array, rows: int, cols: int) -> Array:
         return dequantize(type, data, rows, cols).astype(self.dtype)

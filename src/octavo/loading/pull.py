@@ -99,10 +99,15 @@ class Pulled:
 
 
 def models_dir() -> Path:
-    """Where pulled models lie: ``$XDG_CACHE_HOME/octavo/models``, else under ``~/.cache``."""
+    """Where pulled models lie."""
+    return cache_dir() / "models"
+
+
+def cache_dir() -> Path:
+    """Octavo's own folder: ``$XDG_CACHE_HOME/octavo``, else ``~/.cache/octavo``."""
     base = os.environ.get("XDG_CACHE_HOME") or ""
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return root / "octavo" / "models"
+    return root / "octavo"
 
 
 def pull(name: str, progress: Progress | None = None) -> Path:

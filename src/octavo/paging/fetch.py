@@ -31,8 +31,6 @@ def fetchable(kv: KV, sequence: Sequence, match: Match | None) -> int:
     _, depth = frontier(kv, sequence, match)
     if match is None and sequence.computed % kv.block_size:
         return 0
-    if depth < disk.asked.get(sequence.number, 0):
-        return 0  # asked for before and lost again: better computed than asked for without end
     most = (len(sequence.tokens) - 1) // kv.block_size
     room = kv.host.pool.free // kv.groups
     found = 0
@@ -41,6 +39,8 @@ def fetchable(kv: KV, sequence: Sequence, match: Match | None) -> int:
         names = [file_name(key, g) for g in range(kv.groups)]
         if any(name in disk.flying for name in names):
             return found or -1
+        if depth < disk.asked.get(sequence.number, 0):
+            return 0  # asked for before and lost again: better computed than asked for without end
         if not all(name in disk.slots for name in names):
             break
         found += 1

@@ -100,6 +100,10 @@ class ScriptedExecutor:
             self._write(row, written)
         return StepResult(plan.step, tuple(self._row(row) for row in plan.rows), moved)
 
+    def flush(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            self._move(move)
+
     def close(self) -> None:
         self.slots = []
 
