@@ -95,7 +95,6 @@ def landed(kv: KV, move: Move, ok: bool) -> None:
         for arrival in flight.arrivals:
             if arrival.slot == move.target.slot and arrival.ok is None:
                 arrival.ok = ok
-                disk.flying.pop(move.name, None)
                 disk.fetched(arrival.disk, ok)
                 if flight.landed:
                     _land(kv, disk, flight)
@@ -119,6 +118,7 @@ def _land(kv: KV, disk: DiskTier, flight: Flight) -> None:
             host.pool.name(arrival.slot, (found, arrival.group))
             found.hosts[arrival.group] = arrival.slot
         host.pool.drop(arrival.slot)
+        del disk.flying[file_name(arrival.key, arrival.group)]
         node = found
     disk.flights.remove(flight)
     flight.parent.pins -= 1
