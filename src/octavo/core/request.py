@@ -54,6 +54,8 @@ class Request:
         self.beams: Any = None  # engine.beams.Beams of a beam search
         self.dropped_preemptions = 0  # of branches that are no longer listed
         self.cached = 0  # prompt tokens that came from the prefix cache
+        self.keep = False  # whether its only branch stays, idle, when it has ended: a session's
+        self.score_from = 0  # prompt tokens up to this position need no score
         self.error: str | None = None
         self.first_token: float | None = None
         self.finished = False
@@ -78,9 +80,9 @@ class Request:
 
     def add_scores(self, start: int, scores: tuple[TokenLogprobs, ...]) -> None:
         """Scores of the tokens at positions start+1, ...; a preempted prompt scores some of them again."""
-        known = len(self.scores) - start
+        known = self.score_from + len(self.scores) - start
         self.scores.extend(scores[known:])
-        self.branches[0].scored = len(self.scores)
+        self.branches[0].scored = self.score_from + len(self.scores)
 
     @property
     def preemptions(self) -> int:
@@ -88,4 +90,4 @@ class Request:
 
     @property
     def done(self) -> bool:
-        return len(self.branches) == self.params.n and all(s.state is State.FINISHED for s in self.branches)
+        return len(self.branches) == self.params.n and all(s.state is State.FINISHED or s.idle for s in self.branches)

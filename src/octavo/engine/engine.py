@@ -11,6 +11,7 @@ from typing import cast
 
 from octavo.clock import Clock, RealClock
 from octavo.core.events import Delta, Finished
+from octavo.core.params import SamplingParams
 from octavo.core.plan import Draw, Row, RowResult, TokenLogprobs
 from octavo.core.request import Request
 from octavo.core.sequence import Sequence, State
@@ -68,18 +69,48 @@ class Engine:
         self._owners: dict[int, Request] = {}  # by sequence number
         self._sequences = 0
         self._peak = 0
-        self._aborts: deque[Request] = deque()
+        self.orphans: deque[Sequence] = deque()  # of sessions that were dropped, in whatever thread
 
     # ---- requests --------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Take a request that intake has found able to run."""
+    def add(self, request: Request, parent: Sequence | None = None) -> None:
+        """Take a request that intake has found able to run; ``parent``: a session's sequence to start from."""
+        self.reap()
         self.requests[request.number] = request
         self.counters.prompt_tokens += len(request.prompt)
         sequence = self._branch(request, 0, request.prompt[:])
         if request.beams is not None:
             request.beams.sequences = [sequence]
-        self.scheduler.add(sequence)
+        if parent is None:
+            self.scheduler.add(sequence)
+            return
+        self.scheduler.add_fork(parent, sequence)
+        sequence.scored = max(sequence.scored, request.score_from)
+        # At least the last token is computed for its logits, and from where scores are owed.
+        latest = min(len(sequence.tokens) - 1, request.score_from if sequence.scoring else len(sequence.tokens))
+        if sequence.computed > latest:
+            tail = sequence.tokens[latest:]
+            self.scheduler.rewind(sequence, latest)
+            sequence.tokens.extend(tail)
+
+    def rest(self, tokens: array[int], salt: bytes, user: str, parent: Sequence | None = None) -> Sequence:
+        """A sequence for a session to rest in, on the blocks of ``parent`` if given."""
+        self._sequences += 1
+        params = SamplingParams().filled({}, 0)
+        sequence = Sequence(self._sequences, self._sequences, 0, tokens, len(tokens), params, 2**31, salt, user=user)
+        sequence.parked = sequence.idle = True
+        if parent is None:
+            self.scheduler.add(sequence)
+        else:
+            self.scheduler.add_fork(parent, sequence)
+        return sequence
+
+    def reap(self) -> None:
+        """Give back what sessions hold that nobody has any more."""
+        while self.orphans:
+            sequence = self.orphans.popleft()
+            if sequence.state is not State.FINISHED:
+                self.scheduler.remove(sequence)
 
     def abort(self, request: Request) -> None:
         """End a request now; call between steps.  Its blocks are back when this returns."""
@@ -109,6 +140,7 @@ class Engine:
 
     def step(self) -> int:
         """Run one step; returns how many tokens it computed, 0 if there is nothing to do."""
+        self.reap()
         if self.scheduler.idle:
             return 0
         began = self.clock.now()
@@ -269,7 +301,10 @@ class Engine:
         text: str = "",
         logprobs: TokenLogprobs | None = None,
     ) -> None:
-        self.scheduler.remove(sequence)
+        if request.keep:
+            self.scheduler.rest(sequence)
+        else:
+            self.scheduler.remove(sequence)
         del self._owners[sequence.number]
         sequence.finish_reason = reason
         if reason in ("abort", "error"):
@@ -279,7 +314,7 @@ class Engine:
 
     def _end_branches(self, request: Request, reason: str) -> None:
         for sequence in request.branches:
-            if sequence.state is State.FINISHED:
+            if sequence.state is State.FINISHED or sequence.idle:
                 continue
             if request.beams is not None:
                 self._drop(request, sequence)

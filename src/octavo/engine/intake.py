@@ -34,6 +34,11 @@ def checked_options(options: Mapping[str, Any] | None) -> dict[str, Any]:
 MAX_WIDTH = 256
 
 
+def salted(cache_salt: str | None) -> bytes:
+    """A salt as the prefix cache takes it; none at all is another thing than an empty one."""
+    return b"" if cache_salt is None else b"user:" + cache_salt.encode()
+
+
 def _within(field: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise RequestError(f"{field} must be an integer in [{low}, {high}], not {value!r}", field)
@@ -111,7 +116,7 @@ class Intake:
             prompt_text=text,
             priority=priority,
             user=user,
-            salt=b"" if cache_salt is None else b"user:" + cache_salt.encode(),
+            salt=salted(cache_salt),
             arrival=self._now(),
             sink=sink,
         )
@@ -152,6 +157,12 @@ class Intake:
             )
         request.beams = Beams(search)
         return request
+
+    def tokens(self, prompt: Prompt, add_special: bool = True) -> array[int]:
+        """Checked token ids of a text or of ids.  Raises RequestError."""
+        _, tokens = self._tokens(prompt, add_special)
+        self._check_ids("prompt", tokens)
+        return tokens
 
     def _tokens(self, prompt: Prompt, add_special: bool) -> tuple[str | None, array[int]]:
         if isinstance(prompt, Mapping):

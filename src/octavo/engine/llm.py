@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -12,9 +13,10 @@ from octavo.config import EngineConfig
 from octavo.core.params import SamplingParams
 from octavo.core.request import Request
 from octavo.engine.build import Parts, build
-from octavo.engine.intake import Prompt, checked_options
+from octavo.engine.intake import Prompt, checked_options, salted
 from octavo.engine.outputs import RequestOutput, request_output
 from octavo.engine.progress import Bar, load_bar
+from octavo.engine.session import Session, SessionState
 from octavo.engine.stats import Stats
 from octavo.errors import EngineError, RequestError
 
@@ -35,7 +37,7 @@ class LLM:
         config = EngineConfig.of(**settings)
         with load_bar(progress) as told:
             self._parts: Parts | None = build(str(model), config, told)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     # ---- generation ------------------------------------------------------------------------------------------------
 
@@ -131,9 +133,16 @@ class LLM:
 
     def _run(self, requests: list[Request], progress: bool) -> list[RequestOutput]:
         engine = self._open().engine
-        with self._lock, Interrupts() as interrupted, Bar(progress, len(requests)) as bar:
+        with self._lock:
             for request in requests:
                 engine.add(request)
+            self._drive(requests, progress)
+        return [request_output(request, engine.tokenizer.decode) for request in requests]
+
+    def _drive(self, requests: list[Request], progress: bool = False) -> None:
+        """Step until these requests, which the engine has, are finished."""
+        engine = self._open().engine
+        with Interrupts() as interrupted, Bar(progress, len(requests)) as bar:
             try:
                 while not all(r.finished for r in requests):
                     engine.step()
@@ -143,7 +152,18 @@ class LLM:
             finally:
                 for request in requests:
                     engine.abort(request)
-        return [request_output(request, engine.tokenizer.decode) for request in requests]
+
+    def session(self, prompt: Prompt | None = None, *, cache_salt: str | None = None, user: str = "") -> Session:
+        """A text that stays in blocks: append to it, continue it, fork it, rewind it, score what might follow.
+
+        For agents, tree search and evaluations.  Forks are free until they write; an idle session is the first to
+        give up its blocks when memory runs short, and goes on exactly where it was when it is used again.
+        """
+        parts = self._open()
+        tokens = array("i") if prompt is None else parts.intake.tokens(prompt)
+        with self._lock:
+            state = SessionState(parts.engine, parts.intake, tokens, salted(cache_salt), user)
+            return Session(state, self._drive, self._lock)
 
     # ---- the rest --------------------------------------------------------------------------------------------------
 

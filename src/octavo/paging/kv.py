@@ -433,6 +433,40 @@ class KV:
             table.ids[b] = HOLE
         table.head = max(table.head, first)
 
+    def rewind(self, sequence: Sequence, to: int) -> bool:
+        """Forget the blocks behind position ``to``, whose tokens may become others.
+
+        False, and nothing changed, if a window has passed blocks that the token at ``to`` would read.
+        """
+        holding = self.holdings[sequence.number]
+        blocks = -(-to // self.block_size)
+        for window, table in zip(self.windows, holding.tables, strict=True):
+            if min(table.head, blocks) > self._first_needed(window, to):
+                return False
+        for b in range(len(holding.tables[0]) - 1, blocks - 1, -1):
+            for table in holding.tables:
+                if b >= table.head:
+                    self.pool.drop(table.ids[b])
+                del table.ids[b]
+                table.head = min(table.head, b)
+        full = to // self.block_size
+        if holding.published > full:
+            node = holding.node
+            for _ in range(holding.published - full):
+                assert node.parent is not None
+                node = node.parent
+            self._move_pin(holding, node)
+            holding.published = full
+        holding.closed = False
+        self.retokenise(sequence.number, to)
+        return True
+
+    def retokenise(self, number: int, to: int) -> None:
+        """Tokens from position ``to`` on may have changed: keys of their blocks are computed anew."""
+        keys = self._keys.get(number)
+        if keys is not None:
+            del keys[to // self.block_size + 1 :]
+
     def release(self, number: int) -> None:
         """Give back every block; the tails first in all groups, so that a prefix outlives what hangs on it."""
         holding = self.holdings.pop(number)

@@ -78,6 +78,27 @@ class Scheduler:
         else:
             self._wait(child)
 
+    def rest(self, sequence: Sequence) -> None:
+        """A session's sequence has nothing to do for now: it keeps its blocks until somebody else needs them."""
+        sequence.parked = sequence.idle = True
+        for queue in (self.running, self.waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+                insort(queue, sequence, key=lambda s: self.policy.rank(s, 0.0))
+
+    def rewind(self, sequence: Sequence, to: int) -> None:
+        """Forget a sequence's tokens from position ``to`` on, and their blocks."""
+        del sequence.tokens[to:]
+        if sequence.state is State.RUNNING and not self.kv.rewind(sequence, min(to, sequence.computed)):
+            self.kv.release(sequence.number)
+            self.running.remove(sequence)
+            sequence.become(State.WAITING)
+            self._wait(sequence)
+        elif sequence.state is State.WAITING:
+            self.kv.forget_saved(sequence.number)
+        self.kv.retokenise(sequence.number, to)
+        sequence.computed = min(sequence.computed, to)
+
     def remove(self, sequence: Sequence) -> None:
         """A sequence finished, failed or was aborted: its blocks go back at once."""
         (self.running if sequence.state is State.RUNNING else self.waiting).remove(sequence)
@@ -87,7 +108,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        return not self.running and not self.waiting
+        """Whether nobody has anything to compute; sessions may rest here all the same."""
+        return all(s.parked for s in self.running) and all(s.parked for s in self.waiting)
 
     # ---- deciding --------------------------------------------------------------------------------------------------
 
