@@ -70,6 +70,7 @@ class Engine:
         self._sequences = 0
         self._peak = 0
         self.orphans: deque[Sequence] = deque()  # of sessions that were dropped, in whatever thread
+        self.orphaned: Callable[[], None] = lambda: None  # to be told of it
 
     # ---- requests --------------------------------------------------------------------------------------------------
 

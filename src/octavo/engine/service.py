@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from array import array
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.core.events import Delta, Finished
 from octavo.core.params import SamplingParams
 from octavo.core.request import Request
+from octavo.engine.async_session import AsyncSession
 from octavo.engine.build import Parts, build
 from octavo.engine.engine import Engine
-from octavo.engine.intake import Prompt, checked_options
+from octavo.engine.intake import Prompt, checked_options, salted
 from octavo.engine.outputs import Growing, RequestOutput, request_output
+from octavo.engine.session import SessionState
 from octavo.engine.stats import Stats
 from octavo.errors import EngineError
 
@@ -39,14 +43,15 @@ class Service:
         self._orders: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
+        engine.orphaned = self._nudge
         self._thread = threading.Thread(target=self._loop, name="octavo-engine", daemon=True)
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        self._order(lambda: self.engine.add(request))
+        self.order(lambda: self.engine.add(request))
 
     def abort(self, request: Request) -> None:
-        self._order(lambda: self.engine.abort(request))
+        self.order(lambda: self.engine.abort(request))
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Run ``work`` between two steps and wait for its result."""
@@ -60,7 +65,7 @@ class Service:
                 result.extend((None, error))
             done.set()
 
-        self._order(run)
+        self.order(run)
         done.wait()
         if len(result) > 1:
             raise result[1]
@@ -73,7 +78,13 @@ class Service:
             self._wake.notify()
         self._thread.join()
 
-    def _order(self, work: Callable[[], None]) -> None:
+    def _nudge(self) -> None:
+        """Wake the thread; from a finalizer that may run in any thread, this one included, at any time."""
+        if self._wake.acquire(blocking=False):
+            self._wake.notify()
+            self._wake.release()
+
+    def order(self, work: Callable[[], None]) -> None:
         with self._wake:
             if self._closing or self.error is not None:
                 raise EngineError("the engine is closed" if self.error is None else f"the engine failed: {self.error}")
@@ -95,7 +106,7 @@ class Service:
         """Carry out what was ordered; wait while there is nothing to do.  False when closing."""
         while True:
             with self._wake:
-                while not self._orders and not self._closing and not self.engine.busy:
+                while not (self._orders or self._closing or self.engine.busy or self.engine.orphans):
                     self._wake.wait()
                 if self._closing:
                     return False
@@ -122,6 +133,14 @@ class Service:
                 if request.sink is not None and not request.finished:
                     request.finished = True
                     request.sink(Finished(request.id, request.error or "the engine failed"))
+
+
+def _signal(loop: asyncio.AbstractEventLoop, done: asyncio.Event, event: Event) -> None:
+    if isinstance(event, Finished):
+        try:
+            loop.call_soon_threadsafe(done.set)
+        except RuntimeError:  # the reader's loop is closed: nobody listens any more
+            pass
 
 
 class AsyncLLM:
@@ -186,6 +205,32 @@ class AsyncLLM:
         async with aclosing(self.stream(tokens, params, **options)) as deltas:
             async for delta in deltas:
                 yield delta
+
+    async def session(
+        self, prompt: Prompt | None = None, *, cache_salt: str | None = None, user: str = ""
+    ) -> AsyncSession:
+        """A text that stays in blocks: append to it, continue it, fork it, rewind it, score what might follow."""
+        parts = self._parts
+        tokens = array("i") if prompt is None else parts.intake.tokens(prompt)
+        salt = salted(cache_salt)
+        make = partial(SessionState, parts.engine, parts.intake, tokens, salt, user)
+        return AsyncSession(await asyncio.to_thread(self._service.call, make), self._service)
+
+    async def beam_search(self, prompt: Prompt, width: int = 4, max_tokens: int = 64, **options: Any) -> RequestOutput:
+        """The best answers by beam search; arguments as :meth:`octavo.LLM.beam_search`, for one prompt."""
+        loop = asyncio.get_running_loop()
+        done = asyncio.Event()
+        sink = partial(_signal, loop, done)
+        request = self._parts.intake.beam_search(prompt, width=width, max_tokens=max_tokens, sink=sink, **options)
+        self._service.submit(request)
+        try:
+            await done.wait()
+        finally:
+            if not request.finished:
+                self._abort(request)
+        if request.error is not None:
+            raise EngineError(f"request {request.id}: {request.error}")
+        return request_output(request, self._parts.tokenizer.decode)
 
     async def _events(
         self,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from octavo.core.params import SamplingParams
-from octavo.core.request import Request
+from octavo.core.request import Request, Sink
 from octavo.core.sequence import Sequence
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake
@@ -122,22 +122,22 @@ class SessionState:
         else:
             self.engine.scheduler.rewind(sequence, len(self.tokens))
 
-    def score(self, text: Text) -> tuple[Request, array[int]]:
+    def score(self, text: Text, sink: Sink | None = None) -> tuple[Request, array[int]]:
         """A request that scores ``text`` as the continuation, on blocks of its own."""
         if not self.tokens:
             raise RequestError("text: an empty session has no continuation to score", "text")
         ids = self.ids_of(text)
         params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-        request = self.request(self.tokens + ids, params)
+        request = self.request(self.tokens + ids, params, sink=sink)
         request.score_from = len(self.tokens) - 1
         self.engine.add(request, self.sequence)
         return request, ids
 
-    def prefill(self) -> Request | None:
+    def prefill(self, sink: Sink | None = None) -> Request | None:
         """A request that computes what is not computed yet; None if there is nothing to gain."""
         if len(self.tokens) < 2 or self.sequence.computed >= len(self.tokens) - 1:
             return None
-        request = self.request(self.tokens, SamplingParams(max_tokens=0, prompt_logprobs=0))
+        request = self.request(self.tokens, SamplingParams(max_tokens=0, prompt_logprobs=0), sink=sink)
         request.score_from = len(self.tokens) - 2
         request.keep = True
         parent = self.sequence
@@ -163,6 +163,7 @@ class SessionState:
 def engine_orphan(engine: Engine, sequence: Sequence) -> None:
     """A session was dropped: note what it holds for the engine to take back."""
     engine.orphans.append(sequence)
+    engine.orphaned()
 
 
 def scores(request: Request, ids: array[int]) -> Score:

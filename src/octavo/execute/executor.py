@@ -97,8 +97,8 @@ class LocalExecutor:
         return trial.nbytes / max(time.perf_counter() - began, 1e-9)
 
     def _move_disk(self, moves: Sequence[Move], wait: bool = False) -> None:
-        assert self.disk is not None
         for move in moves:
+            assert self.disk is not None
             if move.target.tier == DISK:
                 self.disk.write(move, self.tiers[move.source.tier][move.source.slot], wait)
             else:
