@@ -83,7 +83,7 @@ class Intake:
         limit = self._limit(len(tokens), params.max_tokens)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, not {priority!r}", "priority")
-        for field, value in (("user", user), ("cache_salt", cache_salt or "")):
+        for field, value in (("user", user), ("cache_salt", "" if cache_salt is None else cache_salt)):
             if not isinstance(value, str):
                 raise RequestError(f"{field} must be a text, not {value!r}", field)
         self._requests += 1
@@ -97,7 +97,7 @@ class Intake:
             prompt_text=text,
             priority=priority,
             user=user,
-            salt=b"" if cache_salt is None else b"user:" + cache_salt.encode(),
+            salt=b"" if cache_salt is None else b"user:" + cache_salt.encode("utf-8", "surrogatepass"),
             arrival=self._now(),
             sink=sink,
         )
