@@ -25,7 +25,7 @@ class Setup:
     split: bool
 
     def __str__(self) -> str:
-        return f"{self.slots} slots, {'a KV cache each' if self.split else 'one KV cache'}"
+        return f"{self.slots} slot{'s' * (self.slots > 1)}, {'a KV cache each' if self.split else 'one KV cache'}"
 
 
 class Server:

@@ -30,9 +30,9 @@ from octavo.loading import find
 
 OUT = Path(__file__).parent / "out"
 FIGURES = {
-    "single": ("decode, one request (128 + 256 tokens)", "tokens/s", lambda m: m.decode_rate),
-    "prefill": ("prefill, one request of 2,048 tokens", "tokens/s", lambda m: m.prompt_rate),
-    "chat64": ("64 requests at once, generated", "tokens/s", lambda m: m.output_rate),
+    "single": ("decode, one request", "tokens/s", lambda m: m.decode_rate),
+    "prefill": ("prefill, one request", "tokens/s", lambda m: m.prompt_rate),
+    "chat64": ("generated, all requests at once", "tokens/s", lambda m: m.output_rate),
 }
 SETUPS = [peer.Setup(slots, split) for slots in (16, 32, 64) for split in (False, True)]
 
@@ -96,7 +96,8 @@ def one_load(llm: LLM, name: str, make: loads.Maker, given: argparse.Namespace, 
             if server is not None:
                 theirs.append(server.measure(load))
     mine = statistics.median(figure(m) for m in ours)
-    line = [(what, f"{mine:,.1f} {unit}")]
+    size = f"{ours[0].prompt_tokens:,} + {ours[0].output_tokens:,} tokens"
+    line = [(f"{what} ({size})", f"{mine:,.1f} {unit}")]
     result = {"octavo": [vars(m) | {"figure": figure(m)} for m in ours]}
     if theirs:
         other = statistics.median(figure(m) for m in theirs)
@@ -104,7 +105,7 @@ def one_load(llm: LLM, name: str, make: loads.Maker, given: argparse.Namespace, 
         result["peer"] = [vars(m) | {"figure": figure(m)} for m in theirs]
         result["setup"] = str(setup)
     print()
-    rows([(label.ljust(48), value) for label, value in line])
+    rows([(label.ljust(60), value) for label, value in line])
     sys.stdout.flush()
     return result
 

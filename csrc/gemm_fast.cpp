@@ -8,35 +8,57 @@ namespace octavo {
 
 namespace {
 
-// y += scale_x (a dot(q - offset, x) + b sum(x)), group after group.  The integers are exact, so only these float
-// operations order the result, and they come in the order of k:
-//     acc = fma(b, scale_x sum(x), acc);  acc = fma(float(dot), a scale_x, acc)
+constexpr int8_t kOnes[4] = {1, 1, 1, 1};
+
+// A group of activations is scale n + middle with n in -127..127: rounding uses the range that the group really has.
+// y += sum w middle + scale (a dot(q - offset, n) + b sum(n)), group after group, with sum w = a sum(q - offset) + 32 b.
+// The integers are exact, so only these float operations order the result, and they come in the order of k:
+//     acc = fma(sum w, middle, acc);  acc = fma(b, scale sum(n), acc);  acc = fma(float(dot), a scale, acc)
 template <Type TYPE, int R, int P> struct Fast {
     static constexpr PanelLayout lay = panel_layout(TYPE);
     using Dots = Dot<lay.bits>[R][P];
+    using Ones = Dot<lay.bits>[P];  // the sums of the weights: their dot products with ones
 
     template <int FROM, int TO>
-    OCTAVO_INLINE static void steps(Dots& dot, const uint8_t* (&group)[P], const uint8_t* x) {
+    OCTAVO_INLINE static void steps(Dots& dot, Ones& ones, const uint8_t* (&group)[P], const uint8_t* x) {
         bx u[P];
 #pragma GCC unroll 16
         for (int p = 0; p < P; p++) u[p] = unpack_step<TYPE, FROM>(group[p]);
+        const xb one = xb_load(kOnes);
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++) ones[p].template step<FROM>(u[p], one);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             xb four = xb_load((const int8_t*)x + (FROM * R + r) * 4);
 #pragma GCC unroll 16
             for (int p = 0; p < P; p++) dot[r][p].template step<FROM>(u[p], four);
         }
-        if constexpr (FROM + 1 < TO) steps<FROM + 1, TO>(dot, group, x);
+        if constexpr (FROM + 1 < TO) steps<FROM + 1, TO>(dot, ones, group, x);
     }
 
-    // n[r]: minus the sum of the activations that are to come
-    OCTAVO_INLINE static void start(Dots& dot, const int32_t* n) {
+    // Where a dot product with q - offset starts, if minus_sum is minus the sum of what q is multiplied with.
+    OCTAVO_INLINE static ix from(int32_t minus_sum) {
+        if constexpr (lay.offset > 0 && !(lay.bits == 8 && signed_bytes)) return ix_set1(minus_sum * (1 << lay.offset));
+        return ix_set1(0);
+    }
+
+    // n[r]: minus the sum of the activations that are to come, of which there are `count`
+    OCTAVO_INLINE static void start(Dots& dot, Ones& ones, const int32_t* n, int count) {
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++) ones[p].start(from(-count));
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
-            ix from = ix_set1(0);
-            if constexpr (lay.offset > 0 && !(lay.bits == 8 && signed_bytes)) from = ix_set1(n[r] * (1 << lay.offset));
 #pragma GCC unroll 16
-            for (int p = 0; p < P; p++) dot[r][p].start(from);
+            for (int p = 0; p < P; p++) dot[r][p].start(from(n[r]));
+        }
+    }
+
+    // acc[r][p] += w[p] x[r]
+    OCTAVO_INLINE static void add(fx (&acc)[R][P], const fx (&w)[P], const float* x) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+#pragma GCC unroll 16
+            for (int p = 0; p < P; p++) acc[r][p] = fx_fma(w[p], set1(x[r]), acc[r][p]);
         }
     }
 
@@ -51,37 +73,44 @@ template <Type TYPE, int R, int P> struct Fast {
 
     OCTAVO_INLINE static void group(fx (&acc)[R][P], const uint8_t* (&chunk)[P], int s, const uint8_t* x) {
         const float* scale = (const float*)(x + 32 * R);
-        const int32_t* minus_sum = (const int32_t*)(scale + 2 * R);
+        const float* middle = scale + 2 * R;
+        const int32_t* minus_sum = (const int32_t*)(scale + 3 * R);
         const uint8_t* quants[P];
 #pragma GCC unroll 16
         for (int p = 0; p < P; p++) quants[p] = chunk[p] + lay.header + s * lay.group;
-        fx a[P], b[P];
+        fx a[P], b[P], w[P];
         Dots dot;
+        Ones ones;
         if constexpr (TYPE == Type::Q6_K) {
             const int32_t* minus_half = minus_sum + R;
             int32_t rest[R];
             for (int r = 0; r < R; r++) rest[r] = minus_sum[r] - minus_half[r];
-            start(dot, minus_half);
-            steps<0, 4>(dot, quants, x);
+            start(dot, ones, minus_half, 16);
+            steps<0, 4>(dot, ones, quants, x);
 #pragma GCC unroll 16
-            for (int p = 0; p < P; p++) group_scales<TYPE>(chunk[p], s, a[p], b[p]);
+            for (int p = 0; p < P; p++) {
+                group_scales<TYPE>(chunk[p], s, a[p], b[p]);
+                w[p] = a[p] * fx_float(ones[p].total());
+            }
             add(acc, dot, a, scale);
-            start(dot, rest);
-            steps<4, 8>(dot, quants, x);
+            start(dot, ones, rest, 16);
+            steps<4, 8>(dot, ones, quants, x);
+#pragma GCC unroll 16
+            for (int p = 0; p < P; p++) w[p] = fx_fma(fx_float(ones[p].total()), b[p], w[p]);
+            add(acc, w, middle);
             add(acc, dot, b, scale);
             return;
         }
-        start(dot, minus_sum);
-        steps<0, 8>(dot, quants, x);
+        start(dot, ones, minus_sum, 32);
+        steps<0, 8>(dot, ones, quants, x);
 #pragma GCC unroll 16
-        for (int p = 0; p < P; p++) group_scales<TYPE>(chunk[p], s, a[p], b[p]);
-        if constexpr (lay.minima) {
-#pragma GCC unroll 16
-            for (int r = 0; r < R; r++) {
-#pragma GCC unroll 16
-                for (int p = 0; p < P; p++) acc[r][p] = fx_fma(b[p], set1(scale[R + r]), acc[r][p]);
-            }
+        for (int p = 0; p < P; p++) {
+            group_scales<TYPE>(chunk[p], s, a[p], b[p]);
+            w[p] = a[p] * fx_float(ones[p].total());
+            if constexpr (lay.minima) w[p] = fx_fma(b[p], set1(32.0f), w[p]);
         }
+        add(acc, w, middle);
+        if constexpr (lay.minima) add(acc, b, scale + R);
         add(acc, dot, a, scale);
     }
 
@@ -99,7 +128,7 @@ template <Type TYPE, int R, int P> struct Fast {
                 for (int p = 0; p < P; p++) prefetch<lay.header>(chunk[p] + out.ahead);
             }
 #pragma GCC unroll 1
-            for (int s = 0; s < n; s++, x += 48 * R) {
+            for (int s = 0; s < n; s++, x += kRecord * R) {
                 if (out.ahead) {
 #pragma GCC unroll 16
                     for (int p = 0; p < P; p++) prefetch<lay.group>(chunk[p] + out.ahead + lay.header + s * lay.group);
@@ -113,39 +142,50 @@ template <Type TYPE, int R, int P> struct Fast {
     }
 };
 
-// 32 activations of one row to int8; returns their scale.
-OCTAVO_INLINE float round_group(const float* x, int8_t* q) {
+struct Rounded {
+    float scale, middle;
+};
+
+// 32 activations of one row to scale n + middle; n goes to q.
+OCTAVO_INLINE Rounded round_group(const float* x, int8_t* q) {
     constexpr int V = 32 / VF;
     vf v[V];
-    vi top = iset1(0);  // the bits of a float without its sign sort like the float, with NaN above infinity on top
+    v[0] = load(x);
+    vi top = as_int(abs(v[0]));  // the bits of a float without its sign sort like it, with NaN above infinity on top
+    vf high = v[0], low = v[0];
 #pragma GCC unroll 16
-    for (int i = 0; i < V; i++) {
+    for (int i = 1; i < V; i++) {
         v[i] = load(x + i * VF);
         top = imax(top, as_int(abs(v[i])));
+        high = vmax(high, v[i]);
+        low = vmin(low, v[i]);
     }
-    const int32_t bits = himax(top);
-    const float most = float_of(uint32_t(bits));
-    // Not finite: the row's results shall be NaN, where whoever asked for them will see it.  Very small: zero, since
-    // 127 / most must be finite.
-    const bool odd = bits >= 0x7f800000, tiny = most < 1e-30f;
-    const vf inverse = set1(odd || tiny ? 0.0f : 127.0f / most);
+    // Not finite: the row's results shall be NaN, where whoever asked for them will see it.  A very small range: all
+    // are the middle, since 127 / half must be finite.
+    const bool odd = himax(top) >= 0x7f800000;
+    const float most = 0.5f * hmax(high), least = -0.5f * hmax(neg(low));
+    const float middle = most + least, half = most - least;
+    const bool tiny = half < 1e-30f;
+    const vf inverse = set1(odd || tiny ? 0.0f : 127.0f / half), from = set1(middle);
 #pragma GCC unroll 16
-    for (int i = 0; i < V; i++) store_s8(q + i * VF, round_int(odd ? zero() : v[i] * inverse));
-    return odd ? float_of(0x7fc00000u) : tiny ? 0.0f : most / 127.0f;
+    for (int i = 0; i < V; i++) store_s8(q + i * VF, round_int(odd ? zero() : (v[i] - from) * inverse));
+    if (odd) return {float_of(0x7fc00000u), 0.0f};
+    return {tiny ? 0.0f : half / 127.0f, middle};
 }
 
 template <int R> void pack_rows(const float* x, int64_t ldx, int64_t K, uint8_t* out) {
-    for (int64_t g = 0; g < K / 32; g++, out += 48 * R) {
+    for (int64_t g = 0; g < K / 32; g++, out += kRecord * R) {
         for (int r = 0; r < R; r++) {
             alignas(32) int8_t q[32];
-            const float scale = round_group(x + r * ldx + g * 32, q);
+            const Rounded group = round_group(x + r * ldx + g * 32, q);
 #pragma GCC unroll 8
             for (int t = 0; t < 8; t++) std::memcpy(out + (t * R + r) * 4, q + t * 4, 4);
             const int32_t half = sum16(q), sum = half + sum16(q + 16);
             float* f = (float*)(out + 32 * R) + r;
-            int32_t* n = (int32_t*)(out + 40 * R) + r;
-            f[0] = scale;
-            f[R] = scale * float(sum);
+            int32_t* n = (int32_t*)(out + 44 * R) + r;
+            f[0] = group.scale;
+            f[R] = group.scale * float(sum);
+            f[2 * R] = group.middle;
             n[0] = -sum;
             n[R] = -half;
         }

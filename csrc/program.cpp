@@ -266,7 +266,9 @@ std::shared_ptr<Buffer> Program::run(const Step& step) {
     prepare(step);
     for (const Segment& segment : segments_) {
         int64_t rows = segment.logit_rows ? step.R : step.M;
-        int64_t tile = segment.logit_rows ? std::max<int64_t>(rows, 1) : row_tile_;
+        // Tiles of about equal size: a last one of a few rows would read all weights for them alone.
+        int64_t tiles = std::max<int64_t>(1, segment.logit_rows ? 1 : (rows + row_tile_ - 1) / row_tile_);
+        int64_t tile = std::max<int64_t>(1, (rows + tiles - 1) / tiles);
         for (int64_t first = 0; first < rows; first += tile)
             for (const Op& op : segment.ops) op(step, {first, std::min(rows, first + tile)});
     }

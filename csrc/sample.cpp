@@ -124,58 +124,67 @@ int32_t draw(const float* w, int64_t n, double u, std::vector<double>& sums) {
     return int32_t(at);
 }
 
-// Keeps in keys (best first) what top-k, top-p and min-p keep; false if that is every token.
-bool filter(const float* x, const float* w, int64_t V, int64_t top_k, float top_p, float min_p, SampleSpace& space) {
+// The last of the shortest run of sorted keys whose weights, added to `before`, reach goal.
+uint64_t last_within(const uint64_t* keys, size_t n, const float* w, double before, double goal) {
+    size_t i = 0;
+    for (before += double(w[id_of(keys[0])]); i + 1 < n && before < goal; before += double(w[id_of(keys[i])])) i++;
+    return keys[i];
+}
+
+// The last key of the shortest run of the best tokens whose weights reach top_p of their total.
+uint64_t nucleus(const float* x, const float* w, int64_t V, double top_p, SampleSpace& space) {
     auto& keys = space.keys;
-    bool by_k = top_k > 0 && top_k < V, by_p = top_p < 1;
-    if (!by_k && !by_p) return false;
+    piece_sums(w, V, space.sums);
+    double total = total_of(space.sums), goal = top_p * total;
+    // All tokens lighter than this weigh less than what top-p cuts off, so it cuts them all (half: room for rounding).
+    vf light = set1(float(0.5 * (1 - top_p) * total / double(V)));
+    keys.clear();
+    for (int64_t i = 0; i < V; i += VF) {
+        int n = int(std::min<int64_t>(VF, V - i));
+        vf weight = load_n(w + i, n);
+        if (!any(weight >= light)) continue;
+        float t[VF];
+        store(t, select(weight >= light, weight, set1(-1.0f)));
+        for (int j = 0; j < n; j++)
+            if (t[j] >= 0) keys.push_back(key_of(x[i + j], i + j));
+    }
+    // Halve the range in which the run ends: what is before it is in, in no order, and what is after it is out.
+    size_t low = 0, high = keys.size();
+    double before = 0;
+    while (high - low > 64) {
+        size_t middle = low + (high - low) / 2;
+        std::nth_element(keys.begin() + low, keys.begin() + middle, keys.begin() + high);
+        double mass = 0;
+        for (size_t i = low; i < middle; i++) mass += double(w[id_of(keys[i])]);
+        if (before + mass >= goal) high = middle;
+        else low = middle, before += mass;
+    }
+    std::sort(keys.begin() + low, keys.begin() + high);
+    return last_within(keys.data() + low, high - low, w, before, goal);
+}
+
+// The last key that top-k and top-p keep.
+uint64_t last_kept(const float* x, const float* w, int64_t V, int64_t top_k, double top_p, SampleSpace& space) {
+    if (top_k <= 0 || top_k >= V) return top_p < 1 ? nucleus(x, w, V, top_p, space) : ~uint64_t(0);
+    auto& keys = space.keys;
+    best(x, V, top_k, keys);
+    if (top_p >= 1) return keys.back();
     double total = 0;
-    if (by_k) {
-        best(x, V, top_k, keys);
-        for (uint64_t key : keys) total += double(w[id_of(key)]);
-    } else {
-        piece_sums(w, V, space.sums);
-        total = total_of(space.sums);
-    }
-    size_t kept = by_k ? keys.size() : 0;
-    if (by_p) {
-        double goal = double(top_p) * total;
-        // How many tokens it takes is not known: try few, then more.
-        for (int64_t k = by_k ? V : 256;; k *= 8) {
-            if (!by_k) best(x, V, k, keys);
-            double before = 0;
-            for (kept = 0; kept < keys.size() && (kept == 0 || before < goal); kept++)
-                before += double(w[id_of(keys[kept])]);
-            if (by_k || kept < keys.size() || k >= V) break;
-        }
-    }
-    while (kept > 1 && w[id_of(keys[kept - 1])] < min_p) kept--;
-    keys.resize(kept);
-    return true;
+    for (uint64_t key : keys) total += double(w[id_of(key)]);
+    return last_within(keys.data(), keys.size(), w, 0, top_p * total);
 }
 
 int32_t draw_filtered(const float* x, float* w, int64_t V, const Samples& b, int64_t s, SampleSpace& space) {
-    double u = uniform(b.seed[s], b.branch[s], b.position[s]);
-    float min_p = b.min_p[s];
-    if (!filter(x, w, V, b.top_k[s], b.top_p[s], min_p, space)) {
-        if (min_p > 0)
-            for (int64_t i = 0; i < V; i++) w[i] = w[i] < min_p ? 0.0f : w[i];
-        return draw(w, V, u, space.sums);
+    uint64_t last = last_kept(x, w, V, b.top_k[s], double(b.top_p[s]), space);
+    float min_p = b.min_p[s];  // the best weighs 1, so it always stays
+    if (last != ~uint64_t(0)) {
+        int32_t id = id_of(last);
+        float worst = x[id];
+        for (int64_t i = 0; i < V; i++) w[i] = x[i] > worst || (x[i] == worst && i <= id) ? w[i] : 0.0f;
     }
-    auto& ids = space.ids;
-    ids.clear();
-    for (uint64_t key : space.keys) ids.push_back(id_of(key));
-    std::sort(ids.begin(), ids.end());
-    double total = 0, running = 0;
-    for (int32_t id : ids) total += double(w[id]);
-    int32_t drawn = ids.front();
-    for (int32_t id : ids) {
-        if (w[id] == 0) continue;
-        drawn = id;
-        running += double(w[id]);
-        if (running > u * total) break;
-    }
-    return drawn;
+    if (min_p > 0)
+        for (int64_t i = 0; i < V; i++) w[i] = w[i] < min_p ? 0.0f : w[i];
+    return draw(w, V, uniform(b.seed[s], b.branch[s], b.position[s]), space.sums);
 }
 
 int32_t choose(const float* row, float top, int64_t V, const Samples& b, int64_t s, SampleSpace& space) {

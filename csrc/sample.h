@@ -43,7 +43,6 @@ struct SampleSpace {
     std::vector<float> values;
     std::vector<double> sums;
     std::vector<uint64_t> keys;
-    std::vector<int32_t> ids;
 };
 
 // logits: float32 [R, V]; the caller has checked rows, ids and offsets.

@@ -11,7 +11,10 @@
 namespace octavo {
 
 // Rows of a tile at most; panels of a tile: kNarrow, or kWide where a single row leaves registers free.
-#if defined(OCTAVO_SCALAR)
+// Under a sanitizer few tiles, as they take minutes to compile and are all cut from one template.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+inline constexpr int kFastRows = 2, kExactRows = 2, kWide = 2, kNarrow = 1;
+#elif defined(OCTAVO_SCALAR)
 inline constexpr int kFastRows = 1, kExactRows = 1, kWide = 1, kNarrow = 1;
 #elif defined(__AVX512F__)
 inline constexpr int kFastRows = 6, kExactRows = 8, kWide = 2, kNarrow = 2;
@@ -40,10 +43,12 @@ using TileFn = void (*)(const uint8_t* panel, int64_t panel_bytes, const uint8_t
 TileFn fast_tile(Type type, int rows, int panels);
 TileFn exact_tile(Type type, int rows, int panels);
 
-// Activations of a tile.  Fast: for each group of 32 k a record of 48 bytes a row,
-//   int8 [8 steps][rows][4], f32 scale[rows], f32 scale*sum[rows], i32 -sum[rows], i32 -(sum of the first 16)[rows]
+// Activations of a tile.  Fast: for each group of 32 k a record of kRecord bytes a row,
+//   int8 [8 steps][rows][4], f32 scale[rows], f32 scale*sum[rows], f32 middle[rows], i32 -sum[rows],
+//   i32 -(sum of the first 16)[rows]
 // exact: f32 [K][rows].
-inline int64_t fast_row_bytes(int64_t K) { return K / 32 * 48; }
+inline constexpr int kRecord = 52;
+inline int64_t fast_row_bytes(int64_t K) { return K / 32 * kRecord; }
 void pack_fast(const float* x, int64_t ldx, int rows, int64_t K, uint8_t* out);
 void pack_exact(const float* x, int64_t ldx, int rows, int64_t K, float* out);
 

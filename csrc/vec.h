@@ -32,7 +32,11 @@
 #include <arm_neon.h>
 #endif
 
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define OCTAVO_INLINE inline  // all of it inlined and instrumented would take the compiler minutes
+#else
 #define OCTAVO_INLINE inline __attribute__((always_inline))
+#endif
 
 namespace octavo {
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+
+# A job in the background starts with Ctrl-C ignored; tests of it need Python's own way.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):

@@ -1,15 +1,16 @@
 """Runs kernel tests with modules built by `cmake -DOCTAVO_SANITIZE=ON` in place of the installed ones.
 
-    LD_PRELOAD=$(g++ -print-file-name=libasan.so) python tests/run_sanitized.py BUILD_FOLDER [pytest arguments]
+    python tests/run_sanitized.py BUILD_FOLDER [pytest arguments]
 
-AddressSanitizer must be in the process before Python is, hence the preload; leaks are not looked for, since the
-interpreter itself leaks on purpose.
+It starts itself again with the sanitizer's library loaded first, and the C++ library too, whose exceptions
+AddressSanitizer wants to see.  Leaks are not looked for, since the interpreter itself leaks on purpose.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,9 +37,18 @@ def take_modules(folder: Path) -> list[str]:
     return found
 
 
+def environment() -> dict[str, str]:
+    def library(name: str) -> str:
+        command = [os.environ.get("CXX", "c++"), f"-print-file-name={name}"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    preload = " ".join(library(name) for name in ("libasan.so", "libstdc++.so"))
+    return {"LD_PRELOAD": preload, "ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+
+
 def main() -> int:
-    if "detect_leaks=0" not in os.environ.get("ASAN_OPTIONS", ""):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"ASAN_OPTIONS": "detect_leaks=0"})
+    if "libstdc++" not in os.environ.get("LD_PRELOAD", ""):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | environment())
     import pytest
 
     folder, *arguments = sys.argv[1:]
@@ -47,8 +57,9 @@ def main() -> int:
         print(f"no kernel modules in {folder}", file=sys.stderr)
         return 2
     print("sanitized modules:", ", ".join(isas))
-    tests = sorted(str(p) for p in Path(__file__).parent.glob("unit/test_kernels_*.py"))
-    return int(pytest.main(arguments or ["-q", "-p", "no:cacheprovider", *tests]))
+    unit = Path(__file__).parent / "unit"
+    tests = sorted(str(p) for p in [unit / "test_gemm.py", *unit.glob("test_kernels_*.py")])
+    return int(pytest.main(arguments or ["-q", "-s", "-p", "no:cacheprovider", *tests]))
 
 
 if __name__ == "__main__":

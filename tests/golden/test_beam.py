@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from octavo import LLM, SamplingParams
 from octavo.engine.outputs import request_output
 from octavo.paging.audit import audit_idle

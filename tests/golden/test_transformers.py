@@ -47,10 +47,10 @@ def chunks(seed: int) -> list[int]:
     return [rng.choice((1, 1, 1, 2, 3, 4, 7, 15, 16, 17, 60)) for _ in range(300)]
 
 
-def check(drive: Drive, truth: oracle.Truth) -> np.ndarray:
-    """Logits of the whole text in one step, after comparing them with the truth."""
-    logits = drive.logits(truth.tokens)
-    error = np.abs(oracle.log_softmax(logits) - truth.logprobs).max()
+def check(drive: Drive, truth: oracle.Truth, count: int | None = None) -> np.ndarray:
+    """Logits of the text (or its first ``count`` tokens) in one step, after comparing them with the truth."""
+    logits = drive.logits(truth.tokens[:count])
+    error = np.abs(oracle.log_softmax(logits) - truth.logprobs[:count]).max()
     assert error <= truth.bound, f"{error:.2e} from transformers in float64, where {truth.bound:.2e} is allowed"
     return logits
 
@@ -72,9 +72,11 @@ def test_native(name: str, family: str, form: str, type: str, tiny_models: TinyM
     truth = truth_of(tiny_models, family, type, checkpoint)
     backend = backends.exact(name)
     large, small = load(backend, checkpoint, 16), load(backend, checkpoint, 4)
-    whole = check(large, truth)
-    assert np.array_equal(large.logits(truth.tokens, [291] + [1] * 9), whole)
-    assert np.array_equal(small.logits(truth.tokens[:80], chunks(1)), whole[:80])
+    # The scalar build is slow, and the models for K types are wide.
+    count = 90 if name == "scalar" and type in (*tiny.K_TYPES, tiny.MIXED) else 300
+    whole = check(large, truth, count)
+    assert np.array_equal(large.logits(truth.tokens[:count], [count - 9] + [1] * 9), whole)
+    assert np.array_equal(small.logits(truth.tokens[:60], chunks(1)), whole[:60])
 
 
 @pytest.mark.parametrize("family", tiny.FAMILIES)
@@ -131,7 +133,7 @@ def test_dynamic_rope_at_the_served_context(name: str, tiny_models: TinyModels) 
 def test_fast_path_is_close_and_as_repeatable(
     name: str, type: str, family: str, bound: float, tiny_models: TinyModels
 ) -> None:
-    checkpoint, tokens = open_model(tiny_models.gguf(family, type)), tiny.prompt(120)
+    checkpoint, tokens = open_model(tiny_models.gguf(family, type)), tiny.prompt(40 if name == "scalar" else 120)
     fast = load(backends.fast(name), checkpoint, 16)
     logits = fast.logits(tokens)
     p = oracle.log_softmax(load(backends.exact(name), checkpoint, 16).logits(tokens))

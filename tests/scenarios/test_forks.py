@@ -11,19 +11,21 @@ from engines import Rig, alone, ids, outputs
 
 
 @pytest.mark.parametrize("length", [11, 12, 13, 30])
-def test_r30_branches_equal_a_run_forced_along_their_tokens(length: int, tiny_models: TinyModels) -> None:
+@pytest.mark.parametrize(("family", "backend"), [("llama", "cpu"), ("gemma3", "cpu"), ("llama", "reference")])
+def test_r30_branches_equal_a_run_forced_along_their_tokens(
+    length: int, family: str, backend: str, tiny_models: TinyModels
+) -> None:
     """R30: prompts of kB-1, kB, kB+1 tokens, five branches: the log-probabilities along each are a scoring run's."""
-    for family in ("llama", "gemma3"):
-        prompt = tiny.prompt(length)
-        with real.engine(tiny_models.folder(family), block_size=4, kv_blocks=600) as parts:
-            request = real.add(parts, prompt, 12, n=5, temperature=1.0, seed=3, logprobs=0)
+    prompt = tiny.prompt(length)
+    with real.engine(tiny_models.folder(family), block_size=4, kv_blocks=600, backend=backend) as parts:
+        request = real.add(parts, prompt, 12, n=5, temperature=1.0, seed=3, logprobs=0)
+        real.finish(parts)
+        assert len({tuple(t) for t in outputs(request)}) == 5
+        assert parts.engine.stats().counters.copies == (0 if length % 4 == 0 else 4 * parts.engine.kv.groups)
+        for tokens, reader in zip(outputs(request), request.readers, strict=True):
+            forced = real.add(parts, prompt + tokens, 0, prompt_logprobs=0, logprobs=None)
             real.finish(parts)
-            assert len({tuple(t) for t in outputs(request)}) == 5
-            assert parts.engine.stats().counters.copies == (0 if length % 4 == 0 else 4 * parts.engine.kv.groups)
-            for tokens, reader in zip(outputs(request), request.readers, strict=True):
-                forced = real.add(parts, prompt + tokens, 0, prompt_logprobs=0, logprobs=None)
-                real.finish(parts)
-                assert [s.logprob for s in forced.scores[length - 1 :]] == [s.logprob for s in reader.logprobs]
+            assert [s.logprob for s in forced.scores[length - 1 :]] == [s.logprob for s in reader.logprobs]
 
 
 @pytest.mark.parametrize("pool", [8, 12, 16])

@@ -49,7 +49,7 @@ def test_r06_what_can_never_fit_is_refused() -> None:
     assert outputs(endless) == outputs(fitting) == alone(ids(100), 28)
 
 
-@pytest.mark.parametrize("windows", [(None,), (None, 8), (8, 8), (None, 3, 40), (1,), (5, None, None)])
+@pytest.mark.parametrize("windows", [(None,), (None, 8), (8, 8), (None, 3, 40), (1,), (6,), (5, None, None)])
 @pytest.mark.parametrize("budget", [1, 5, 1000])
 def test_the_longest_request_fits_alone(windows: tuple[int | None, ...], budget: int) -> None:
     """What intake lets through runs to its end in this very pool, whatever the windows and the chunk."""

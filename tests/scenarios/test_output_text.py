@@ -212,3 +212,19 @@ def test_r36_an_empty_text_after_a_bos(tiny_models: TinyModels, tmp_path: Path) 
         assert output.prompt_token_ids == [0] and len(output.outputs[0].token_ids) == 3
         with pytest.raises(RequestError, match="prompt is empty"):
             llm.generate([[]], SamplingParams(max_tokens=2))
+
+
+def test_r36_messages_without_content(tiny_models: TinyModels, tmp_path: Path) -> None:
+    """R36: messages that render to no token at all are refused, and the next conversation works."""
+    folder = tiny_models.get("llama").save(tmp_path / "chat")
+    path = folder / "tokenizer_config.json"
+    settings = {**json.loads(path.read_text()), "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    path.write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    with LLM(str(folder), kv_blocks=16, threads=1) as llm:
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        for messages in ([], [[]], [{"role": "user", "content": ""}], [[{"role": "user", "content": ""}]]):
+            with pytest.raises(RequestError):
+                llm.chat(messages, params)
+        answers = llm.chat([{"role": "user", "content": "hello"}], params)
+        assert len(answers) == 1 and len(answers[0].outputs[0].token_ids) == 3

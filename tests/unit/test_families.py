@@ -217,7 +217,8 @@ def test_gemma_settings() -> None:
     )
     assert [layer.window for layer in spec.layers] == [512, 512, None, 512, 512, None]
     assert [layer.rope for layer in spec.layers] == [1, 1, 0, 1, 1, 0]
-    assert (spec.logit_softcap, spec.attention_softcap, spec.scale) == (30.0, 0.0, 1 / 12)  # transformers has no cap on Gemma 3's scores
+    # transformers has no cap on Gemma 3's scores
+    assert (spec.logit_softcap, spec.attention_softcap, spec.scale) == (30.0, 0.0, 1 / 12)
     with pytest.raises(ModelError, match="use_bidirectional_attention"):
         spec_from_config("c", {**GEMMA, "use_bidirectional_attention": True}, ())
     with pytest.raises(ModelError, match="hidden_activation is 'gelu'"):

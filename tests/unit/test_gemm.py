@@ -132,12 +132,14 @@ def embedded(backend: CpuBackend, weight: Any, ids: list[int], scale: float = 1.
 
 
 def rounded(x: Array) -> Array:
-    """x as the fast path sees it: 8 bits a row and group of 32."""
+    """x as the fast path sees it: 8 bits a row and group of 32, over the range that the group has."""
     groups = x.reshape(len(x), -1, 32)
-    top = np.abs(groups).max(axis=-1, keepdims=True)
+    most = np.float32(0.5) * groups.max(axis=-1, keepdims=True)
+    least = np.float32(0.5) * groups.min(axis=-1, keepdims=True)
+    middle, half = most + least, most - least
     with np.errstate(divide="ignore", invalid="ignore"):
-        q = np.where(top > 0, np.rint(groups * (np.float32(127) / top)), 0)
-    return (q.astype(np.float64) * (top / np.float32(127))).reshape(x.shape)
+        q = np.where(half > 0, np.rint((groups - middle) * (np.float32(127) / half)), 0)
+    return (q.astype(np.float64) * (half / np.float32(127)) + middle).reshape(x.shape)
 
 
 def same_bits(a: Array, b: Array) -> bool:

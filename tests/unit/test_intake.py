@@ -48,17 +48,16 @@ def intake(**given: Any) -> Intake:
 def test_prompts(prompt: Any, tokens: list[int]) -> None:
     request = intake().request(prompt)
     assert list(request.prompt) == tokens and request.arrival == 3.5
-    assert request.prompt_text == (
-        prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
-    )
+    text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
+    assert request.prompt_text == (text if isinstance(text, str) else None)
 
 
 @pytest.mark.parametrize(
     "prompt",
     [
-        "", [], (), array("i"), np.array([], dtype=int), None, 5, 5.0, True, b"ab", bytearray(b"ab"), np.int64(3), {}, {1},
-        {"prompt": None}, {"prompt": ""}, {"text": "a"}, [1, 1.0], [1, "2"], [True], [None], [[1]], np.array([[1]]),
-        np.array([1.5]), np.array(3), object(), [-1], [26], [10**12], [2**31], [-(2**40)],
+        "", [], (), array("i"), np.array([], dtype=int), None, 5, 5.0, True, b"ab", bytearray(b"ab"), np.int64(3), {},
+        {1}, {"prompt": None}, {"prompt": ""}, {"text": "a"}, [1, 1.0], [1, "2"], [True], [None], [[1]],
+        np.array([[1]]), np.array([1.5]), np.array(3), object(), [-1], [26], [10**12], [2**31], [-(2**40)],
     ],
     ids=lambda p: repr(p)[:20],
 )  # fmt: skip
@@ -112,6 +111,7 @@ def test_the_limit_of_a_request() -> None:
         ("priority", {"priority": 1.0}),
         ("user", {"user": 5}),
         ("cache_salt", {"cache_salt": 5}),
+        ("cache_salt", {"cache_salt": 0}),
         ("params", {"params": {"n": 1}}),
     ],
 )

@@ -58,7 +58,7 @@ def demo(
 @app.command(cls=Command)
 @command
 def pull(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="smollm2-135m, gemma3-270m, or hf:ORG/NAME")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="smollm2-135m, gemma3-270m, or hf:ORG/NAME")],
 ) -> int:
     """Fetch models into the cache."""
     from octavo.cli.models import pull

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from octavo.core.plan import TokenLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """New tokens and text of one branch; with ``finish_reason`` its last."""
 
     request: str

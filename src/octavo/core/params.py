@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from octavo.errors import RequestError
@@ -178,7 +179,18 @@ class SamplingParams:
         values = {k: v if v is not None else defaults.get(k, _NEUTRAL[k]) for k, v in given.items()}
         return replace(self, **values, seed=self.seed if self.seed is not None else seed)
 
-    @property
+    @cached_property
+    def constants(self) -> tuple[float, int, float, float, float, float, float, int, int]:
+        """What every draw of the request takes from here: the fields of ``Draw`` from temperature to logprobs."""
+        temperature, top_k, top_p, min_p = self.temperature, self.top_k, self.top_p, self.min_p
+        repetition, seed = self.repetition_penalty, self.seed
+        if temperature is None or top_k is None or top_p is None or min_p is None or repetition is None or seed is None:
+            raise ValueError("parameters must be filled before anything is drawn")
+        logprobs = -1 if self.logprobs is None else self.logprobs
+        penalties = self.presence_penalty, self.frequency_penalty
+        return temperature, top_k, top_p, min_p, repetition, *penalties, seed, logprobs
+
+    @cached_property
     def penalised(self) -> bool:
         """Whether the choice of a token needs the tokens before it."""
         return self.repetition_penalty not in (None, 1.0) or self.presence_penalty != 0 or self.frequency_penalty != 0

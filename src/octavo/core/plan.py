@@ -6,7 +6,10 @@ A worker that has the weights, its stores and a plan needs nothing else.
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
+
+NO_TOKENS: array[int] = array("i")
 
 DEVICE, HOST, DISK = 0, 1, 2  # the tier that attention reads, and what lies behind it
 
@@ -32,8 +35,7 @@ class Move:
     label: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """One token to be drawn from a row's last logits, for one branch.
 
     The result is a function of the logits, these values and nothing else.  ``position`` is that of the new token.
@@ -56,8 +58,7 @@ class Draw:
     history: tuple[tuple[int, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """A run of consecutive tokens of one sequence: positions start .. start + len(tokens) - 1.
 
     ``tables`` has one block table for each layer group.  ``draws`` sample from the last token's logits.  With
@@ -70,7 +71,7 @@ class Row:
     tokens: array[int]
     tables: tuple[array[int], ...]
     draws: tuple[Draw, ...] = ()
-    targets: array[int] = field(default_factory=lambda: array("i"))
+    targets: array[int] = NO_TOKENS
     score: int = -1
 
 
@@ -83,6 +84,11 @@ class Plan:
     @property
     def tokens(self) -> int:
         return sum(len(row.tokens) for row in self.rows)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of rows that read or recompute a prompt: all but single ones."""
+        return sum(len(row.tokens) for row in self.rows if len(row.tokens) > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +104,7 @@ class TokenLogprobs:
     best: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RowResult:
+class RowResult(NamedTuple):
     """What a row yields: a token for each draw, with its log-probabilities if asked; scores; or an error."""
 
     tokens: tuple[int, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -41,27 +42,10 @@ def draws(sequence: Sequence, rules: Rules) -> tuple[Draw, ...]:
     bias = _bias(sequence, params, rules)
     history = _history(sequence) if params.penalised else ()
     position = len(sequence.tokens)
-    assert params.temperature is not None and params.top_k is not None and params.top_p is not None
-    assert params.min_p is not None and params.repetition_penalty is not None and params.seed is not None
-    logprobs = -1 if params.logprobs is None else params.logprobs
-    return tuple(
-        Draw(
-            branch,
-            position,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.seed,
-            logprobs,
-            bias,
-            history,
-        )
-        for branch in range(sequence.branch, sequence.branch + sequence.forks + 1)
-    )
+    if not sequence.forks:
+        return (Draw(sequence.branch, position, *params.constants, bias, history),)
+    branches = range(sequence.branch, sequence.branch + sequence.forks + 1)
+    return tuple(Draw(branch, position, *params.constants, bias, history) for branch in branches)
 
 
 def beam_draws(sequence: Sequence, candidates: int) -> tuple[Draw, ...]:
@@ -82,6 +66,5 @@ def _bias(sequence: Sequence, params: SamplingParams, rules: Rules) -> tuple[tup
 
 def _history(sequence: Sequence) -> tuple[tuple[int, int], ...]:
     counts = dict.fromkeys(sequence.tokens[: sequence.prompt_length], 0)
-    for token in sequence.tokens[sequence.prompt_length :]:
-        counts[token] = counts.get(token, 0) + 1
+    counts.update(Counter(sequence.tokens[sequence.prompt_length :]))
     return tuple(counts.items())

@@ -160,7 +160,8 @@ class Engine:
             audit(self.kv)
         elapsed = self.clock.now() - began
         self.counters.step_seconds += elapsed
-        self.budget.measured(plan.tokens, elapsed)
+        if 2 * plan.prompt_tokens >= plan.tokens:  # a step of decodes says little about how fast prompts are read
+            self.budget.measured(plan.tokens, elapsed)
         self._log(decision)
         return plan.tokens
 
@@ -199,10 +200,12 @@ class Engine:
             if request.beams.add(sequence, scored.best):
                 self._next_beams(request, request.beams)
             return
-        branches = self._fork(request, sequence, len(outcome.tokens))
+        branches = self._fork(request, sequence, len(outcome.tokens)) if sequence.forks else (sequence,)
+        ended = False
         for branch, token, logprobs in zip(branches, outcome.tokens, outcome.logprobs, strict=True):
-            self._accept(request, branch, token, logprobs)
-        self._settle(request)
+            ended |= self._accept(request, branch, token, logprobs)
+        if ended:
+            self._settle(request)
 
     def _fork(self, request: Request, sequence: Sequence, count: int) -> list[Sequence]:
         """The sequence and the branches that start here, on the same blocks."""
@@ -214,8 +217,8 @@ class Engine:
         sequence.forks = 0
         return out
 
-    def _accept(self, request: Request, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> None:
-        """Append a drawn token and see whether it ends the branch."""
+    def _accept(self, request: Request, sequence: Sequence, token: int, logprobs: TokenLogprobs | None) -> bool:
+        """Append a drawn token; whether it ends the branch."""
         params = request.params
         sequence.tokens.append(token)
         self.counters.generated_tokens += 1
@@ -234,10 +237,11 @@ class Engine:
             reason = "length"
         if reason is None:
             self._tell(request, sequence, (token,), text, logprobs)
-            return
+            return False
         if stop is None:
             text += reader.flush(count)
         self._end(request, sequence, reason, (token,), text, logprobs)
+        return True
 
     def _ended_by_token(self, request: Request, sequence: Sequence, token: int, count: int) -> str | None:
         """ "stop" if the token is an end of the model's or of the request's."""
@@ -369,8 +373,9 @@ class Engine:
 
     def _log(self, decision: Decision) -> None:
         for sequence in self.scheduler.running:
-            self.counters.covered_slots += self.kv.covered(sequence.number)
-            self.counters.token_slots += sequence.computed
+            held, filled = self.kv.slots(sequence.number, sequence.computed)
+            self.counters.covered_slots += held
+            self.counters.token_slots += filled
         if decision.victims and log.isEnabledFor(logging.DEBUG):
             log.debug("preempted %s", [s.number for s in decision.victims])
 

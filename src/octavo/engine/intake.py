@@ -36,7 +36,7 @@ MAX_WIDTH = 256
 
 def salted(cache_salt: str | None) -> bytes:
     """A salt as the prefix cache takes it; none at all is another thing than an empty one."""
-    return b"" if cache_salt is None else b"user:" + cache_salt.encode()
+    return b"" if cache_salt is None else b"user:" + cache_salt.encode("utf-8", "surrogatepass")
 
 
 def _within(field: str, value: Any, low: int, high: int) -> None:
@@ -102,7 +102,7 @@ class Intake:
         limit = self._limit(len(tokens), params.max_tokens)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise RequestError(f"priority must be an integer, not {priority!r}", "priority")
-        for field, value in (("user", user), ("cache_salt", cache_salt or "")):
+        for field, value in (("user", user), ("cache_salt", "" if cache_salt is None else cache_salt)):
             if not isinstance(value, str):
                 raise RequestError(f"{field} must be a text, not {value!r}", field)
         self._requests += 1

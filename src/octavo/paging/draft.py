@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from octavo.core.sequence import Sequence
 from octavo.paging.kv import KV, Match
+from octavo.paging.table import BlockTable
 
 
 class Draft:
@@ -26,23 +28,26 @@ class Draft:
 
     def extend_cost(self, sequence: Sequence, start: int, stop: int, attached: int = 0) -> int:
         """Blocks to take so that start..stop-1 can be written; ``attached`` blocks a group come from a hit."""
+        missing, copies = self._needs(sequence, start, stop, attached)
+        return missing + len(copies)
+
+    def extend(self, sequence: Sequence, start: int, stop: int, attached: int = 0) -> None:
+        missing, copies = self._needs(sequence, start, stop, attached)
+        self.free -= missing + len(copies)
+        for table, b in copies:
+            self._change(table.ids[b], -1)
+
+    def _needs(
+        self, sequence: Sequence, start: int, stop: int, attached: int
+    ) -> tuple[int, Seq[tuple[BlockTable, int]]]:
+        """How many blocks to append in all groups, and which ones to copy."""
         kv = self.kv
         want = -(-stop // kv.block_size)
         holding = kv.holdings.get(sequence.number)
         if attached or holding is None:
-            return kv.groups * max(0, want - attached)
-        return kv.groups * max(0, want - len(holding.tables[0])) + len(self._copied(sequence, start, stop))
-
-    def extend(self, sequence: Sequence, start: int, stop: int, attached: int = 0) -> None:
-        self.free -= self.extend_cost(sequence, start, stop, attached)
-        if not attached and sequence.number in self.kv.holdings:
-            for block in self._copied(sequence, start, stop):
-                self._change(block, -1)
-
-    def _copied(self, sequence: Sequence, start: int, stop: int) -> list[int]:
-        """The blocks that the sequence would give up for copies of its own."""
-        blocks = [table.ids[b] for table, b in self.kv.rewritten(sequence.number, start, stop)]
-        return [block for block in blocks if self.kv.shared(block, self.count(block))]
+            return kv.groups * max(0, want - attached), ()
+        missing = want - len(holding.tables[0].ids)
+        return kv.groups * missing if missing > 0 else 0, kv.to_copy(sequence.number, start, stop, self.count)
 
     def attach_cost(self, sequence: Sequence, match: Match) -> int:
         """Blocks fewer to be free after attaching a hit; negative if windows pass more than the hit revives."""

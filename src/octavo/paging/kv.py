@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -97,9 +98,9 @@ class KV:
 
     def longest(self) -> int:
         """Most tokens that one sequence can have in this pool, computed token by token."""
-        low, high = 0, self.pool.size * self.block_size
+        low, high = 0, 2**31 - 1
         if self.blocks_for(high) <= self.pool.size:  # windows everywhere: no bound but the model's own
-            return 2**31 - 1 if None not in self.windows else high
+            return high
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.blocks_for(middle) <= self.pool.size else (low, middle)
@@ -109,9 +110,14 @@ class KV:
         """Copies of a sequence's tables, for a plan."""
         return tuple(table.ids[:] for table in self.holdings[number].tables)
 
-    def covered(self, number: int) -> int:
-        """Token slots, computed or not, that the sequence's blocks cover."""
-        return len(self.holdings[number].tables[0]) * self.block_size
+    def slots(self, number: int, computed: int) -> tuple[int, int]:
+        """Token slots of a sequence's blocks in all groups; and how many of them hold one of its computed tokens."""
+        tables = self.holdings[number].tables
+        blocks = heads = 0
+        for table in tables:
+            blocks += len(table.ids)
+            heads += table.head
+        return (blocks - heads) * self.block_size, len(tables) * computed - heads * self.block_size
 
     def keys(self, sequence: Sequence, blocks: int) -> list[bytes]:
         """Chain keys of (at least) the sequence's first ``blocks`` full blocks."""
@@ -216,22 +222,23 @@ class KV:
                 out += table.ids[table.head : max(table.head, self._first_needed(window, computed))]
         return out
 
-    def rewritten(self, number: int, start: int, stop: int) -> list[tuple[BlockTable, int]]:
-        """Where writing positions start..stop-1 goes into blocks that the sequence holds already: (table, block)."""
-        size = self.block_size
-        first, end = start // size, -(-stop // size)
-        return [
-            (table, b)
-            for table in self.holdings[number].tables
-            for b in range(max(first, table.head), min(end, len(table.ids)))
-        ]
+    def to_copy(self, number: int, start: int, stop: int, count: Callable[[int], int]) -> Seq[tuple[BlockTable, int]]:
+        """Where writing positions start..stop-1 must copy a block first: (table, logical block).
 
-    def shared(self, block: int, count: int) -> bool:
-        """Whether a write to ``block``, held ``count`` times, must copy it first.
-
-        It must if another table holds it, or if it is published (a rewind may lead back into such a block).
+        It must where another table holds the block too, ``count`` says how many do, and where it is published (a
+        rewind may lead back into such a block).
         """
-        return count > 1 or self.pool.content[block] is not None
+        tables, size, content = self.holdings[number].tables, self.block_size, self.pool.content
+        first, have = start // size, len(tables[0].ids)
+        if first >= have:
+            return ()
+        end, found = min(-(-stop // size), have), []
+        for table in tables:
+            for b in range(max(first, table.head), end):
+                block = table.ids[b]
+                if content[block] is not None or count(block) > 1:
+                    found.append((table, b))
+        return found
 
     # ---- verbs -----------------------------------------------------------------------------------------------------
 
@@ -369,10 +376,9 @@ class KV:
         pool = self.pool
         tables = self.holdings[sequence.number].tables
         blocks = -(-stop // self.block_size)
-        written = self.rewritten(sequence.number, start, stop)
-        copied = [(table, b) for table, b in written if self.shared(table.ids[b], pool.counts[table.ids[b]])]
-        missing = max(0, blocks - len(tables[0].ids))
-        if len(copied) + missing * self.groups > pool.free:
+        copied = self.to_copy(sequence.number, start, stop, pool.counts.__getitem__)
+        missing = blocks - len(tables[0].ids)
+        if len(copied) + max(0, missing) * self.groups > pool.free:
             raise RuntimeError(f"{sequence!r} cannot be extended to {stop}: {pool.free} blocks are free")
         for table, b in copied:
             block = table.ids[b]
@@ -381,7 +387,7 @@ class KV:
             pool.drop(block)
             table.ids[b] = fresh
             self.copies += 1
-        if missing:
+        if missing > 0:
             for table in tables:
                 table.ids.extend([pool.take() for _ in range(missing)])
 

@@ -6,12 +6,11 @@ reads its prompt or comes back after preemption.
 
 from __future__ import annotations
 
-from array import array
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from octavo.core.plan import Draw, Plan, Row
+from octavo.core.plan import NO_TOKENS, Draw, Plan, Row
 from octavo.core.sequence import Sequence, State
 from octavo.paging.draft import Draft
 from octavo.paging.fetch import fetch, fetchable
@@ -19,7 +18,6 @@ from octavo.paging.kv import KV, Match
 from octavo.schedule.policies import Policy, Rank
 
 Draws = Callable[[Sequence], tuple[Draw, ...]]
-NO_TOKENS: array[int] = array("i")
 
 
 @dataclass(slots=True)
@@ -244,23 +242,24 @@ class _Round:
     def _continue(self, sequence: Sequence) -> None:
         if sequence.parked or sequence.number in self.resting or not self._room():
             return
-        match = self.kv.match(sequence) if sequence.pending > 1 else None
-        if match is not None and self.draft.attach_cost(sequence, match) > self.draft.free:
-            match = None
-        start = match.length if match else sequence.computed
-        if sequence.pending > 1 and self._on_disk(sequence, match):
-            return
-        if self._computed_elsewhere(sequence, start):
-            self.decision.deferred += 1
-            return
-        limit = self._limit(sequence, start)
-        if limit <= start:
-            return
-        attached = 0
-        if match is not None:
-            self.draft.attach(sequence, match)
-            self.decision.attached.append((sequence, match))
-            attached = match.blocks
+        start, limit, attached = sequence.computed, len(sequence.tokens), 0
+        if limit - start > 1:
+            match = self.kv.match(sequence)
+            if match is not None and self.draft.attach_cost(sequence, match) > self.draft.free:
+                match = None
+            start = match.length if match else start
+            if self._on_disk(sequence, match):
+                return
+            if self._computed_elsewhere(sequence, start):
+                self.decision.deferred += 1
+                return
+            limit = self._limit(sequence, start)
+            if limit <= start:
+                return
+            if match is not None:
+                self.draft.attach(sequence, match)
+                self.decision.attached.append((sequence, match))
+                attached = match.blocks
         stop = self._fitting(sequence, start, limit, attached)
         while stop <= start and self._take_victim():
             stop = self._fitting(sequence, start, limit, attached)
