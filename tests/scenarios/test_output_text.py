@@ -83,6 +83,20 @@ def test_r21_a_stop_in_the_bytes_of_characters() -> None:
     assert ended(request) == ("Wörter, schö", "stop", "schö")
 
 
+def test_r21_what_was_held_back_is_sent_when_a_request_is_aborted() -> None:
+    """R21: letters that could still begin a stop, and half a character, belong to the text once nothing follows."""
+    for said, text in ((cut("ABC|DEF|G|HI|J"), "ABCDEFG"), ([b"AB", b"D", b"\xe6"], "ABD\ufffd")):
+        known = list(dict.fromkeys(said))
+        choose = script({(0,): [known.index(piece) for piece in said]})
+        rig = Rig(tokenizer=Pieces(known), vocab=len(known), choose=choose)
+        request = rig.add([0], 5, stop="DEFGHIJ")
+        rig.steps(3)
+        assert len(rig.streamed(request)) < len(text)
+        rig.engine.abort(request)
+        assert request.readers[0].text == rig.streamed(request) == text
+        assert request.branches[0].finish_reason == "abort"
+
+
 # ---- R20 ------------------------------------------------------------------------------------------------------------
 
 

@@ -125,14 +125,24 @@ def test_max_running_counts_those_that_wait_for_a_prefix() -> None:
         rig.run()
 
 
+def test_a_scored_prompt_waits_for_nobody() -> None:
+    """It could not use the blocks that another row computes, so it computes its own at once."""
+    rig = Rig(pool=100, block_size=4, budget=100)
+    for given in ({}, {"prompt_logprobs": 1}, {}):
+        rig.add(ids(40, 1), 3, **given)
+    rig.step()
+    assert numbers(rig.engine.scheduler.running) == [1, 2] and rig.deferred == 1
+
+
 def test_forks_beyond_max_running_wait_in_their_rank() -> None:
     rig = Rig(pool=100, block_size=4, budget=64, max_running=3)
     rig.add(ids(6, 1), 6, n=5, temperature=1.0)
-    rig.add(ids(6, 2), 6)
+    other = rig.add(ids(6, 2), 6)
     rig.step()
     assert [(s.request, s.branch) for s in rig.engine.scheduler.running] == [(1, 0), (1, 1), (2, 0)]
     assert [(s.request, s.branch) for s in rig.engine.scheduler.waiting] == [(1, 2), (1, 3), (1, 4)]
     rig.run()
+    assert not other.preemptions, "a branch pushed out an equal"
 
 
 # ---- victims --------------------------------------------------------------------------------------------------------
