@@ -67,7 +67,8 @@ def test_sequences_and_scores(world: tuple[Any, Path], width: int, penalty: floa
                 got = llm.beam_search(prompt, width, 12, penalty, early)[0]
                 assert [o.token_ids for o in got.outputs] == [t for t, _ in want]
                 for output, (_, score) in zip(got.outputs, want, strict=True):
-                    assert output.score == pytest.approx(score, abs=1e-4, rel=2e-6)  # float32 sums, times the length at -1
+                    # float32 sums, which a length penalty of -1 multiplies by the length
+                    assert output.score == pytest.approx(score, abs=1e-4, rel=2e-6)
         audit_idle(llm.parts.engine.kv)
 
 

@@ -14,7 +14,7 @@ from octavo.core.request import Request
 from octavo.core.sequence import State
 from octavo.paging.kv import KV
 from octavo.schedule.budget import TokenBudget
-from octavo.schedule.policies import FIRST_COME, PRIORITY
+from octavo.schedule.policies import Policy, Priority
 
 
 def served(rig: Rig) -> dict[int, int]:
@@ -264,10 +264,10 @@ def test_a_budget_that_changes_from_step_to_step() -> None:
 def test_ranks() -> None:
     rig = Rig()
     a, b, c = (rig.add([1], 1, priority=p, n=2).branches[0] for p in (5, 1, 5))
-    assert sorted([c, b, a], key=lambda s: FIRST_COME.rank(s, 0.0)) == [a, b, c]
-    assert sorted([c, b, a], key=lambda s: PRIORITY.rank(s, 0.0)) == [b, a, c]
-    assert FIRST_COME.level(a) == FIRST_COME.level(b)
-    assert PRIORITY.level(b) < PRIORITY.level(a) == PRIORITY.level(c)
+    assert sorted([c, b, a], key=lambda s: Policy().rank(s, 0.0)) == [a, b, c]
+    assert sorted([c, b, a], key=lambda s: Priority().rank(s, 0.0)) == [b, a, c]
+    assert Policy().level(a) == Policy().level(b)
+    assert Priority().level(b) < Priority().level(a) == Priority().level(c)
 
 
 # ---- extending ------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.core.events import Delta, Finished
@@ -111,7 +112,7 @@ class AsyncSession:
                 if isinstance(event, Finished):
                     return
         finally:
-            self._service.order(lambda: (state.engine.abort(request), state.end(request)))
+            self._service.order(partial(state.take_back, request))
 
     async def _start(self, begin: Callable[[Any], T]) -> tuple[T, asyncio.Queue[Delta | Finished]]:
         """Have requests added between two steps, their events going to the queue that is returned."""

@@ -7,7 +7,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
 
 from octavo.clock import Clock, RealClock
 from octavo.core.events import Delta, Finished
@@ -15,7 +14,6 @@ from octavo.core.params import SamplingParams
 from octavo.core.plan import Draw, Row, RowResult, TokenLogprobs
 from octavo.core.request import Request
 from octavo.core.sequence import Sequence, State
-from octavo.decode.beam import Child
 from octavo.decode.branching import beam_draws, draws
 from octavo.engine.beams import Beams
 from octavo.engine.reader import Reader
@@ -272,7 +270,7 @@ class Engine:
         for i, sequence in enumerate(old):
             if i not in heirs:
                 self._drop(request, sequence)
-        for child, sequence in zip(cast(list[Child], children), new, strict=True):
+        for child, sequence in zip(children, new, strict=True):
             sequence.tokens.append(child.token)
             sequence.parked = False
         beams.sequences, request.branches = new, list(new)

@@ -122,6 +122,11 @@ class SessionState:
         else:
             self.engine.scheduler.rewind(sequence, len(self.tokens))
 
+    def take_back(self, request: Request) -> None:
+        """End a request of the session, wherever it is."""
+        self.engine.abort(request)
+        self.end(request)
+
     def score(self, text: Text, sink: Sink | None = None) -> tuple[Request, array[int]]:
         """A request that scores ``text`` as the continuation, on blocks of its own."""
         if not self.tokens:

@@ -156,7 +156,10 @@ class Backend(Protocol):
     """A set of kernels.  Owns nothing but its threads and workspace; the same inputs give the same bytes."""
 
     name: str
-    build: str  # a hash of what computes: two backends of one build and name give the same bytes
+
+    @property
+    def build(self) -> str:
+        """A hash of what computes: two backends of one build and name give the same bytes."""
 
     def matrix(self, type: str, data: np.ndarray, rows: int, cols: int) -> Weight:
         """Packs a (rows, cols) weight of a GGUF/safetensors type (see loading.tensor.TYPES) from its raw bytes."""
