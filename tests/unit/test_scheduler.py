@@ -292,6 +292,6 @@ def test_a_verb_does_all_or_nothing() -> None:
     kv.extend(second, 0, 12)
     kv.open(first)
     with pytest.raises(RuntimeError, match="evicted"):
-        kv.attach(first, hit)
+        kv.pin(hit)
     with pytest.raises(RuntimeError, match="holds blocks already"):
         kv.open(first)

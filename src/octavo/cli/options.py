@@ -44,7 +44,11 @@ ENGINE = (
     Flag("compute", "fast (8-bit activations against quantised weights) or exact (float)", "HOW"),
     Flag("isa", "a kernel build by name (default: the best that runs here, see `octavo doctor`)", "NAME"),
     Flag("generation_defaults", "do not let the model's generation config fill options that are not given"),
-    Flag("policy", "fcfs (first come, first served) or priority", "NAME"),
+    Flag("policy", "fcfs (first come, first served), priority, shortest or fair", "NAME"),
+    Flag("swap_memory", "host memory for blocks that do not fit (default: a tenth of what is free)", "SIZE"),
+    Flag("preempt", "auto, swap or recompute: how a request that has to wait gets its blocks back", "HOW"),
+    Flag("kv_disk", 'disk for computed prefixes, such as "8GiB"; they survive a restart', "SIZE"),
+    Flag("kv_disk_path", "where they lie (default: in the cache folder)", "DIR"),
     Flag("backend", "cpu, or reference (NumPy, slow: the definition of right)", "NAME"),
     Flag("audit", "recount all blocks after each step (slow, for debugging)"),
 )

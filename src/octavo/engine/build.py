@@ -119,7 +119,7 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
     program = compile_model(backend, spec, weights, layout)
     # Rows of the head that no token has must never be drawn: they have no text.
     banned = range(tokenizer.vocab_size, spec.vocab)
-    host = plan_swap(config, layout)
+    host = plan_swap(config, layout, memory.blocks)
     store, files = (open_disk(checkpoint, layout, config, backend) or (None, 0)) if config.kv_disk else (None, 0)
     executor = LocalExecutor(backend, program, layout, memory.blocks, banned, host, store)
     kv = KV(memory.blocks, config.block_size, layout.windows, config.prefix_cache, host_slots=host, disk_slots=files)

@@ -137,7 +137,7 @@ class LLM:
             for request in requests:
                 engine.add(request)
             self._drive(requests, progress)
-        return [request_output(request, self.tokenizer.decode) for request in requests]
+        return [request_output(r, lambda tokens: self.tokenizer.decode(tokens)) for r in requests]
 
     def _drive(self, requests: list[Request], progress: bool = False) -> None:
         """Step until these requests, which the engine has, are finished."""

@@ -97,10 +97,10 @@ def _kv(blocks: int, layout: KVLayout) -> KV:
     return KV(1, layout.block_size, layout.windows) if blocks < 1 else KV(blocks, layout.block_size, layout.windows)
 
 
-def plan_swap(config: EngineConfig, layout: KVLayout) -> int:
-    """Slots of the host tier.  A disk tier needs a few, for blocks to pass through."""
+def plan_swap(config: EngineConfig, layout: KVLayout, blocks: int) -> int:
+    """Slots of the host tier behind a pool of ``blocks``.  A disk tier needs a few, for blocks to pass through."""
     if config.swap_memory is None:
-        size = min(1 << 30, memory_limit()[0] // 10)
+        size = min(1 << 30, memory_limit()[0] // 10, 2 * blocks * layout.block_bytes)
     else:
         size = int(config.swap_memory)
     if config.preempt == "recompute":

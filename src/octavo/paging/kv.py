@@ -252,13 +252,14 @@ class KV:
 
     def pin(self, match: Match) -> None:
         """Hold all places of a hit, so that nothing taken before it is attached can give them up."""
-        for node, g in self.attached_nodes(match):
+        nodes = self.attached_nodes(match)
+        if any(node.blocks[g] < 0 and node.hosts[g] < 0 for node, g in nodes):
+            raise RuntimeError("a hit has been evicted since it was found")
+        for node, g in nodes:
             if node.blocks[g] >= 0:
                 self.pool.hold(node.blocks[g])
-            elif self.host is not None and node.hosts[g] >= 0:
+            elif self.host is not None:
                 self.host.pool.hold(node.hosts[g])
-            else:
-                raise RuntimeError("a hit has been evicted since it was found")
 
     def attach(self, sequence: Sequence, match: Match) -> None:
         """Name the blocks of a pinned hit in the sequence's tables; it then has ``match.length`` computed tokens.
