@@ -7,7 +7,7 @@ out of the settings, so a default is written down in one place only.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import wraps
 from typing import Annotated, Any
@@ -17,6 +17,7 @@ from typer.core import TyperArgument, TyperCommand
 
 from octavo.config import EngineConfig
 from octavo.core.params import ParamError, SamplingParams
+from octavo.errors import ConfigError
 
 Settings = dict[str, Any]
 
@@ -45,6 +46,7 @@ ENGINE = (
     Flag("isa", "a kernel build by name (default: the best that runs here, see `octavo doctor`)", "NAME"),
     Flag("generation_defaults", "do not let the model's generation config fill options that are not given"),
     Flag("policy", "fcfs (first come, first served), priority, shortest or fair", "NAME"),
+    Flag("user_weights", "with the policy fair: a user's share (may be given again)", "USER=WEIGHT"),
     Flag("swap_memory", "host memory for blocks that do not fit (default: a tenth of what is free)", "SIZE"),
     Flag("preempt", "auto, swap or recompute: how a request that has to wait gets its blocks back", "HOW"),
     Flag("kv_disk", 'disk for computed prefixes, such as "8GiB"; they survive a restart', "SIZE"),
@@ -93,6 +95,7 @@ _TYPES: dict[str, Any] = {
     "Sequence[str]": list[str] | None,
     "Sequence[int]": list[int] | None,
     "Mapping[int, float] | None": list[str] | None,
+    "Mapping[str, float] | None": list[str] | None,
 }
 
 
@@ -179,15 +182,19 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
 def _value(field: Field[Any], value: Any) -> Any:
     if field.default is True:
         return not value
-    return _biases(value) if field.name == "logit_bias" else value
+    if field.name == "logit_bias":
+        return _pairs(value, int, ParamError("logit_bias", "must be ID=VALUE, such as 42=-100"))
+    if field.name == "user_weights":
+        return _pairs(value, str, ConfigError("user_weights must be USER=WEIGHT, such as alice=2", "user_weights"))
+    return value
 
 
-def _biases(given: Sequence[str]) -> Mapping[int, float]:
-    biases = {}
+def _pairs(given: Sequence[str], key: Callable[[str], Any], error: Exception) -> dict[Any, float]:
+    pairs = {}
     for text in given:
-        token, _, value = text.partition("=")
+        name, _, value = text.rpartition("=")
         try:
-            biases[int(token)] = float(value)
+            pairs[key(name)] = float(value)
         except ValueError:
-            raise ParamError("logit_bias", f"must be ID=VALUE, such as 42=-100, not {text!r}") from None
-    return biases
+            raise error from None
+    return pairs
