@@ -58,3 +58,13 @@ def test_a_slower_machine_is_noticed() -> None:
     for _ in range(40):
         budget.measured(budget.tokens, budget.tokens / 1000)
     assert fast == 2048 and 128 <= budget.tokens <= 256
+
+
+def test_a_chosen_budget_leaves_room_for_every_decode() -> None:
+    """However slow the machine, running decodes do not take turns for the sake of a prompt's chunk."""
+    budget = TokenBudget()
+    for _ in range(50):
+        budget.measured(512, 100.0)
+    assert budget.tokens == 64
+    assert budget.step(300) == 364
+    assert TokenBudget(16).step(300) == 16

@@ -143,7 +143,7 @@ class Engine:
         if self.scheduler.idle:
             return 0
         began = self.clock.now()
-        decision = self.scheduler.decide(began, self.budget.tokens)
+        decision = self.scheduler.decide(began, self.budget.step(len(self.scheduler.running)))
         plan = self.scheduler.commit(decision, self.counters.steps, self._draws)
         if not plan.rows and not (self.kv.disk and self.kv.disk.flights):
             raise RuntimeError(f"a step without progress: {self.scheduler.running} run, {self.scheduler.waiting} wait")

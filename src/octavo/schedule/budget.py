@@ -27,6 +27,10 @@ class TokenBudget:
         self.rate = 0.0
         self._report = report
 
+    def step(self, running: int) -> int:
+        """Tokens for the next step.  A chosen budget is about prompts: it never makes running decodes take turns."""
+        return self.fixed or max(self.tokens, running + LOWEST)
+
     def measured(self, tokens: int, seconds: float) -> None:
         """A step computed so many tokens in so long; small steps say little about prefill and are ignored."""
         if self.fixed or tokens < LOWEST or seconds <= 0:

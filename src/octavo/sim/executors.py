@@ -53,7 +53,7 @@ def script(answers: Mapping[tuple[int, ...], Sequence[int]], end: int = 0) -> Ne
     return choose
 
 
-def _logprobs(prefix: Sequence[int], token: int, best: int) -> TokenLogprobs:
+def logprobs_of(prefix: Sequence[int], token: int, best: int) -> TokenLogprobs:
     """Made up, but a function of the whole prefix; the token itself is the best one."""
     value = -(mixed(prefix) % 1000) / 100
     return TokenLogprobs(token, value, 1, tuple((token + i, value - i) for i in range(best)))
@@ -151,11 +151,11 @@ class ScriptedExecutor:
         prefix = self._prefix(row, last)
         tokens = tuple(self._choose(prefix, draw) for draw in row.draws)
         logprobs = tuple(
-            _logprobs(prefix, token, draw.logprobs) if draw.logprobs >= 0 else None
+            logprobs_of(prefix, token, draw.logprobs) if draw.logprobs >= 0 else None
             for token, draw in zip(tokens, row.draws, strict=True)
         )
         scores = tuple(
-            _logprobs(self._prefix(row, row.start + i), token, row.score) for i, token in enumerate(row.targets)
+            logprobs_of(self._prefix(row, row.start + i), token, row.score) for i, token in enumerate(row.targets)
         )
         return RowResult(tokens, logprobs, scores)
 

@@ -1,0 +1,426 @@
+"""A world to break the engine in: the real scheduler and paging, a simulated clock, made-up users, injected faults.
+
+Everything that happens is a function of the seed.  Each era has an engine of its own with settings drawn anew; what
+the disk tier holds outlives it.  The right answer of every request is known beforehand, since the scripted executor's
+next token is a hash of the prefix as the blocks hold it.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.clock import SimulatedClock
+from octavo.core.params import SamplingParams
+from octavo.core.plan import DISK, Draw, Move, Plan, Row, StepResult
+from octavo.core.request import Request
+from octavo.decode.beam import BeamSearch
+from octavo.engine.engine import Engine
+from octavo.engine.intake import Intake
+from octavo.engine.session import SessionState
+from octavo.errors import RequestError
+from octavo.paging.audit import audit, audit_idle
+from octavo.paging.kv import KV
+from octavo.schedule.budget import TokenBudget
+from octavo.schedule.policies import POLICIES
+from octavo.sim.executors import ScriptedExecutor, logprobs_of, mixed, prefix_hash
+
+VOCAB = 97
+CONTEXT = 60
+Files = dict[str, tuple[bytes, list[tuple[int, int] | None]]]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an era's engine is like, and how often things go wrong in it."""
+
+    pool: int
+    block_size: int
+    windows: tuple[int | None, ...]
+    swap: int
+    disk: int
+    preempt: str
+    policy: str
+    budget: int
+    max_running: int
+    prefix_cache: bool
+    row_errors: float
+    lost_moves: float
+    aborts: float
+    busy: float  # arrivals a step
+
+    @classmethod
+    def drawn(cls, rng: random.Random) -> Settings:
+        windows = rng.choice([(None,), (None,), (None, 8), (6,)])
+        size = rng.choice([1, 3, 4, 4, 8])
+        return cls(
+            pool=max(6, rng.choice([24, 40, 64]) // size) * len(windows),
+            block_size=size,
+            windows=windows,
+            swap=rng.choice([0, 1, 4, 12, 100]),
+            disk=rng.choice([0, 0, 1, 10, 200]),
+            preempt=rng.choice(["swap", "recompute", "mixed"]),
+            policy=rng.choice(sorted(POLICIES)),
+            budget=rng.choice([1, 3, 8, 64]),
+            max_running=rng.choice([1, 4, 64]),
+            prefix_cache=rng.random() < 0.9,
+            row_errors=rng.choice([0.0, 0.0, 0.002]),
+            lost_moves=rng.choice([0.0, 0.1, 0.5]),
+            aborts=rng.choice([0.0, 0.01]),
+            busy=rng.choice([0.05, 0.15, 0.3]),
+        )
+
+
+@dataclass
+class Tally:
+    """What happened, over all eras; and a digest of every plan, equal for equal seeds."""
+
+    steps: int = 0
+    times: dict[str, int] = field(default_factory=dict)
+    digest: int = 0
+
+    def add(self, what: str, times: int = 1) -> None:
+        self.times[what] = self.times.get(what, 0) + times
+
+    def __str__(self) -> str:
+        happened = ", ".join(f"{self.times[k]} {k}" for k in sorted(self.times))
+        return f"{self.steps} steps: {happened}; digest {self.digest:016x}"
+
+
+class FaultyExecutor(ScriptedExecutor):
+    """Fails rows, loses and delays moves to and from disk, all by chance."""
+
+    def __init__(self, settings: Settings, rng: random.Random, files: Files, tally: Tally) -> None:
+        reach = None if None in settings.windows else max(w for w in settings.windows if w is not None)
+        super().__init__(
+            settings.pool,
+            settings.block_size,
+            prefix_hash(VOCAB, reach),
+            settings.windows,
+            self._row_fails,
+            settings.swap,
+            self._loses,
+            files,
+        )
+        self.settings, self.rng, self.tally = settings, rng, tally
+        self.failed: dict[int, bool] = {}  # numbers of sequences that a row of was failed
+
+    def run(self, plan: Plan) -> StepResult:
+        self.plans.clear()
+        for move in plan.moves:
+            self._note(move.source.tier, move.source.slot, move.target.tier, move.target.slot)
+        for row in plan.rows:
+            self._note(row.sequence, row.start, len(row.tokens), len(row.draws))
+        return super().run(plan)
+
+    def _note(self, *values: int) -> None:
+        self.tally.digest = mixed(values, self.tally.digest)
+
+    def _row_fails(self, row: Row) -> str | None:
+        if self.settings.row_errors and self.rng.random() < self.settings.row_errors:
+            self.failed[row.sequence] = True
+            self.tally.add("row errors")
+            return "injected"
+        return None
+
+    def _loses(self, move: Move) -> bool:
+        if self.settings.lost_moves and self.rng.random() < self.settings.lost_moves:
+            self.tally.add("disk moves lost")
+            return True
+        self.tally.add("blocks written to disk" if move.target.tier == DISK else "blocks read from disk")
+        return False
+
+    def _slow_ones(self, plan: Plan) -> tuple[tuple[Move, bool], ...]:
+        if plan.rows and self.rng.random() < 0.5:
+            return ()
+        return super()._slow_ones(plan)
+
+
+@dataclass
+class Asked:
+    """A request in flight, what is to come of it, and what to do then."""
+
+    request: Request
+    prompt: list[int]
+    most: int
+    state: SessionState | None = None  # whose text it continues
+    aborted: bool = False
+
+
+class Oracle:
+    """Owns: right answers, from the prompt alone."""
+
+    def __init__(self, windows: tuple[int | None, ...]) -> None:
+        self.reach = None if None in windows else max(w for w in windows if w is not None)
+        self._next = prefix_hash(VOCAB, self.reach)
+
+    def answer(self, prompt: list[int], most: int, params: SamplingParams, branch: int) -> list[int]:
+        tokens = list(prompt)
+        for _ in range(most):
+            tokens.append(self._next(tokens, self._draw(params, branch)))
+        return tokens[len(prompt) :]
+
+    def _draw(self, params: SamplingParams, branch: int) -> Draw:
+        seed = params.seed or 0
+        return Draw(branch, 0, params.temperature or 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, seed, -1)
+
+    def seen(self, tokens: list[int]) -> list[int]:
+        """The prefix as an executor reads it: -1 where all windows have slid on."""
+        gone = max(0, len(tokens) - self.reach) if self.reach else 0
+        return [-1] * gone + tokens[gone:]
+
+    def beams(self, prompt: list[int], width: int, most: int) -> list[tuple[tuple[int, ...], float]]:
+        search = BeamSearch(width, most)
+        greedy = self._draw(SamplingParams(temperature=0.0), 0)
+        while not search.done:
+            candidates = []
+            for running in search.running:
+                tokens = [*prompt, *running]
+                token = self._next(tokens, greedy)
+                candidates.append(logprobs_of(self.seen(tokens), token, search.kept).best)
+            search.advance(candidates)
+        return [(h.tokens, h.score) for h in search.finished]
+
+
+class Era:
+    """Owns: one engine, the users' requests and sessions, and the checks of what they get."""
+
+    def __init__(self, rng: random.Random, files: Files, tally: Tally, audit_every: int) -> None:
+        self.rng, self.tally, self.audit_every = rng, tally, audit_every
+        self.settings = s = Settings.drawn(rng)
+        self.kv = KV(s.pool, s.block_size, s.windows, s.prefix_cache, host_slots=s.swap, disk_slots=s.disk)
+        if self.kv.disk is not None:
+            self.kv.disk.adopt(list(files))
+        self.executor = FaultyExecutor(s, rng, files, tally)
+        self.clock = SimulatedClock()
+        self.engine = Engine(
+            self.executor,
+            self.kv,
+            policy=POLICIES[s.policy](),
+            budget=TokenBudget(s.budget),
+            max_running=s.max_running,
+            clock=self.clock,
+            swap_pays=self._swap_pays,
+        )
+        self.intake = Intake(
+            tokenizer=None,
+            vocab=VOCAB + 32,  # beams draw beyond the vocabulary of the hash
+            context=CONTEXT,
+            longest=self.kv.longest(),
+            now=self.clock.now,
+            blocks=s.pool,
+            beam_blocks=self.kv.beam_blocks,
+        )
+        self.oracle = Oracle(s.windows)
+        self.asked: list[Asked] = []
+        self.sessions: list[SessionState] = []
+        self.heads = [self._ids(rng.randint(1, 16)) for _ in range(3)]
+
+    def _ids(self, count: int) -> list[int]:
+        return [self.rng.randrange(VOCAB) for _ in range(count)]
+
+    def _swap_pays(self, sequence: Any) -> bool:
+        return self.settings.preempt == "swap" or (self.settings.preempt == "mixed" and self.rng.random() < 0.5)
+
+    # ---- a step ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        rng = self.rng
+        burst = 8 if rng.random() < 0.005 else 1
+        for _ in range(burst if rng.random() < self.settings.busy or burst > 1 else 0):
+            self._arrive()
+        if self.asked and rng.random() < self.settings.aborts:
+            self._abort(rng.choice(self.asked))
+        if rng.random() < 0.02 and self.engine.scheduler.running:
+            self.engine.scheduler.preempt(rng.choice(self.engine.scheduler.running))
+            self.tally.add("forced preemptions")
+        if rng.random() < 0.001:
+            self.kv.reset_cache()
+            self.tally.add("cache resets")
+        self._advance()
+
+    def _advance(self) -> None:
+        self.engine.step()
+        self.clock.advance(0.1)
+        self.tally.steps += 1
+        if self.tally.steps % self.audit_every == 0:
+            audit(self.kv)
+        done = [a for a in self.asked if a.request.finished]
+        if done:
+            self.asked = [a for a in self.asked if not a.request.finished]
+            for asked in done:
+                self._judge(asked)
+
+    def end(self, most: int = 20_000) -> None:
+        """Let everything finish, check that nothing is left, write what the disk is to remember."""
+        for state in self.sessions:
+            if not state.busy:
+                state.close()
+        steps = 0
+        while self.engine.busy:
+            self._advance()
+            steps += 1
+            if steps > most:
+                raise AssertionError(f"no end after {most} steps: {self.engine.scheduler.waiting} wait")
+        if self.asked:
+            raise AssertionError(f"idle, but {[a.request.id for a in self.asked]} have no answer")
+        for state in self.sessions:
+            state.close()
+        self.engine.reap()
+        while self.kv.disk is not None and self.kv.disk.flights:  # asked for by a request that is gone
+            raise AssertionError("idle, but blocks are on their way from disk")
+        audit_idle(self.kv)
+        counters = self.engine.counters
+        for name in ("preemptions", "copies", "evictions", "cached_tokens", "failed", "aborted", "finished"):
+            self.tally.add(name.replace("_", " "), getattr(counters, name))
+        self.tally.add("swaps", self.engine.scheduler.swaps)
+        self.engine.close()
+
+    # ---- what users do ---------------------------------------------------------------------------------------------
+
+    def _arrive(self) -> None:
+        rng = self.rng
+        kind = rng.random()
+        try:
+            if kind < 0.1:
+                self._ask_beams()
+            elif kind < 0.3:
+                self._use_session()
+            else:
+                self._ask()
+        except RequestError:
+            self.tally.add("refused")
+
+    def _prompt(self) -> list[int]:
+        return self.rng.choice(self.heads) + self._ids(self.rng.randint(0, 6))
+
+    def _params(self, most: int, n: int = 1) -> SamplingParams:
+        rng = self.rng
+        return SamplingParams(
+            temperature=rng.choice([0.0, 1.0]), max_tokens=most, n=n, seed=rng.randrange(4), ignore_eos=True
+        )
+
+    def _ask(self) -> None:
+        rng = self.rng
+        prompt, most = self._prompt(), rng.choice([1, 3, 8, 20])
+        params = self._params(most, rng.choice([1, 1, 1, 2, 4]))
+        request = self.intake.request(
+            prompt,
+            params,
+            priority=rng.randrange(3),
+            user=rng.choice("abc"),
+            cache_salt=rng.choice([None, None, "x"]),
+        )
+        self.engine.add(request)
+        self.asked.append(Asked(request, prompt, most))
+
+    def _ask_beams(self) -> None:
+        prompt, most = self._prompt(), self.rng.choice([1, 3, 6])
+        request = self.intake.beam_search(prompt, width=self.rng.choice([1, 2, 4]), max_tokens=most)
+        self.engine.add(request)
+        self.asked.append(Asked(request, prompt, most))
+        self.tally.add("beam searches")
+
+    def _use_session(self) -> None:
+        """Open, append to, continue, fork, rewind or close one."""
+        rng = self.rng
+        idle = [s for s in self.sessions if not s.busy]
+        if not idle or (len(self.sessions) < 5 and rng.random() < 0.2):
+            tokens = array("i", self._prompt())
+            self.sessions.append(SessionState(self.engine, self.intake, tokens, b"", rng.choice("ab")))
+            self.tally.add("sessions")
+            return
+        state = rng.choice(idle)
+        what = rng.random()
+        if what < 0.45:
+            if not state.tokens:
+                return
+            most, prompt = rng.choice([1, 3, 8]), list(state.tokens)
+            request = state.begin(self._params(most))
+            self.asked.append(Asked(request, prompt, most, state))
+        elif what < 0.65:
+            state.append(self._ids(rng.randint(1, 6)))
+        elif what < 0.75:
+            if len(self.sessions) < 8:
+                self.sessions.append(state.fork())
+                self.tally.add("session forks")
+        elif what < 0.9:
+            state.rewind(rng.randint(0, len(state.tokens)))
+            self.tally.add("rewinds")
+        else:
+            state.close()
+            self.sessions.remove(state)
+
+    def _abort(self, asked: Asked) -> None:
+        asked.aborted = True
+        self.engine.abort(asked.request)
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+
+    def _judge(self, asked: Asked) -> None:
+        """Every request ends with its right answer, or with the fault that was injected into it."""
+        request = asked.request
+        if asked.state is not None:
+            asked.state.end(request)
+        if request.error is not None:
+            if request.error != "injected":
+                raise AssertionError(f"{request.id} failed: {request.error}")
+            return
+        if request.beams is not None:
+            if not asked.aborted:
+                search = request.beams.search
+                got = [(h.tokens, h.score) for h in search.finished]
+                want = self.oracle.beams(asked.prompt, search.width, asked.most)
+                if got != want:
+                    raise AssertionError(f"{request.id}: beams {got} are not {want}")
+            return
+        for sequence in request.branches:
+            want_tokens = self.oracle.answer(asked.prompt, asked.most, request.params, sequence.branch)
+            tokens = list(sequence.output()) if asked.state is None else self._of_session(asked)
+            if tokens != want_tokens[: len(tokens)] or (len(tokens) < asked.most and not asked.aborted):
+                raise AssertionError(f"{request.id}, branch {sequence.branch}: {tokens} is not {want_tokens}")
+        if not asked.aborted and len(request.branches) != request.params.n:
+            raise AssertionError(f"{request.id}: {len(request.branches)} branches of {request.params.n}")
+
+    def _of_session(self, asked: Asked) -> list[int]:
+        assert asked.state is not None
+        tokens = list(asked.state.tokens)
+        if tokens[: len(asked.prompt)] != asked.prompt:
+            raise AssertionError(f"{asked.request.id}: the session's text before it changed")
+        return tokens[len(asked.prompt) :]
+
+
+def simulate(
+    steps: int,
+    seed: int,
+    audit_every: int = 1,
+    era: int = 400,
+    told: Callable[[Tally], None] = lambda tally: None,
+) -> Tally:
+    """Run so many steps or a few more.  A fault's AssertionError names the seed and the era to replay it with."""
+    tally = Tally()
+    stores: dict[tuple[int, tuple[int | None, ...]], Files] = {}
+    number = 0
+    while tally.steps < steps:
+        rng = random.Random(f"{seed}-{number}")
+        settings = "not drawn"
+        try:
+            world = Era(rng, {}, tally, audit_every)
+            settings = str(world.settings)
+            files = stores.setdefault((world.settings.block_size, world.settings.windows), {})
+            world.executor.disk = files
+            if world.kv.disk is not None:
+                world.kv.disk.adopt(list(files))
+            for _ in range(era):
+                world.step()
+            world.end()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, era {number} ({settings}), step {tally.steps}: {error}") from error
+        number += 1
+        if len(files) > 2000:
+            files.clear()
+        told(tally)
+    return tally
