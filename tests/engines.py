@@ -159,7 +159,8 @@ class Rig:
         assert decision == self._decide(now, budget), "deciding is not pure"
         rank = self.engine.scheduler.policy.rank
         for victim in decision.victims:
-            assert all(rank(s, now) < rank(victim, now) for s in decision.admitted), f"{victim} lost its place"
+            # A parked beam only waits for others: it loses no place in a queue.
+            assert victim.parked or all(rank(s, now) < rank(victim, now) for s in decision.admitted), f"{victim} lost its place"
         self.deferred += decision.deferred
         return decision
 

@@ -53,6 +53,7 @@ class Request:
         self.scores: list[TokenLogprobs] = []  # of prompt tokens 1, 2, ...
         self.beams: Any = None  # engine.beams.Beams of a beam search
         self.dropped_preemptions = 0  # of branches that are no longer listed
+        self.miss = ""  # why no more of the prompt came from the prefix cache, see paging/miss.py
         self.cached = 0  # prompt tokens that came from the prefix cache
         self.keep = False  # whether its only branch stays, idle, when it has ended: a session's
         self.score_from = 0  # prompt tokens up to this position need no score

@@ -31,7 +31,7 @@ class Sequence:
     __slots__ = (
         "number", "request", "branch", "tokens", "prompt_length", "computed", "state", "params", "salt", "user",
         "priority", "arrival", "served", "preemptions", "forks", "scored", "limit", "finish_reason", "stop_reason",
-        "cached", "parked", "idle",
+        "cached", "parked", "idle", "miss",
     )  # fmt: skip
 
     def __init__(
@@ -65,6 +65,7 @@ class Sequence:
         self.preemptions = 0
         self.forks = params.n - 1 if branch == 0 else 0  # branches still to be forked off this one
         self.scored = 0 if params.prompt_logprobs is not None and branch == 0 else prompt_length
+        self.miss = ""  # why no more of the prompt came from the prefix cache
         self.idle = False  # of a session that nobody uses for now: the first to lose its blocks
         self.parked = False  # has nothing to compute for now: a beam that waits for the others, an idle session
         self.cached: int | None = None  # prompt tokens taken from the prefix cache when first admitted
@@ -82,6 +83,11 @@ class Sequence:
     def pending(self) -> int:
         """Tokens known but not computed: 1 while decoding, more while (re)computing a prompt."""
         return len(self.tokens) - self.computed
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its next row is a single token."""
+        return not self.parked and len(self.tokens) - self.computed == 1
 
     @property
     def scoring(self) -> bool:

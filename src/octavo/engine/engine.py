@@ -190,7 +190,7 @@ class Engine:
             return
         if request.first_token is None:
             request.first_token = now
-            request.cached = sequence.cached or 0
+            request.cached, request.miss = sequence.cached or 0, sequence.miss
             self.counters.cached_tokens += request.cached
         if request.beams is not None:
             scored = outcome.logprobs[0]
@@ -365,6 +365,11 @@ class Engine:
         c.computed_tokens += tokens
         c.sequence_steps += len(self.scheduler.running)
         c.preemptions = self.scheduler.preemptions
+        c.swaps, c.recomputes = self.scheduler.swaps, self.scheduler.recomputes
+        if self.kv.host is not None:
+            c.demoted = self.kv.host.demoted
+        if self.kv.disk is not None:
+            c.disk_written, c.disk_read, c.disk_failed = self.kv.disk.written, self.kv.disk.read, self.kv.disk.failed
         c.copies, c.evictions = self.kv.copies, self.kv.evictions
         used = self.kv.pool.size - self.kv.pool.free
         self._peak = max(self._peak, used)
@@ -374,6 +379,8 @@ class Engine:
             held, filled = self.kv.slots(sequence.number, sequence.computed)
             self.counters.covered_slots += held
             self.counters.token_slots += filled
+            self.counters.logical_blocks += held // self.kv.block_size
+        self.counters.physical_blocks += self.kv.pool.size - self.kv.pool.free
         if decision.victims and log.isEnabledFor(logging.DEBUG):
             log.debug("preempted %s", [s.number for s in decision.victims])
 

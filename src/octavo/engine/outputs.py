@@ -48,8 +48,8 @@ class RequestOutput:
     """A request's result.
 
     ``prompt_logprobs`` has one entry a prompt token, the first None.  ``num_cached_tokens`` of the prompt came from
-    the prefix cache.  ``seed`` is the one that was used, drawn if none was given.  ``error`` is set if the engine
-    could not compute it.
+    the prefix cache, and ``cache_miss`` says why not more: "", "evicted", "salt", "off" or "differs at token N".
+    ``seed`` is the one that was used, drawn if none was given.  ``error`` is set if the engine could not compute it.
     """
 
     request_id: str
@@ -58,6 +58,7 @@ class RequestOutput:
     outputs: list[CompletionOutput] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
+    cache_miss: str = ""
     seed: int | None = None
     preemptions: int = 0
     finished: bool = True
@@ -120,6 +121,7 @@ def request_output(request: Request, decode: Decode = lambda tokens: "") -> Requ
         outputs=outputs,
         prompt_logprobs=scores,
         num_cached_tokens=request.cached,
+        cache_miss=request.miss,
         seed=request.params.seed,
         preemptions=request.preemptions,
         finished=request.finished,

@@ -13,6 +13,8 @@ from hashlib import blake2b
 
 Hash = Callable[[bytes, bytes], bytes]
 
+REMEMBERED = 65536  # keys of given-up blocks
+
 
 def chain_hash(parent: bytes, tokens: bytes) -> bytes:
     """128-bit BLAKE2b over the parent's key and the block's tokens (int32, native order)."""
@@ -52,6 +54,7 @@ class PrefixIndex:
         self._hash = hash
         self._nodes: dict[bytes, Node] = {}
         self._roots: dict[bytes, Node] = {}
+        self.gone: dict[bytes, None] = {}  # keys of nodes that were given up, the latest ones, to explain misses
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -61,6 +64,9 @@ class PrefixIndex:
             return False
         known = self._nodes.get(node.key) if node.parent is not None else self._roots.get(node.tokens)
         return known is node
+
+    def holds(self, key: bytes) -> bool:
+        return key in self._nodes
 
     def nodes(self) -> list[Node]:
         return list(self._nodes.values())
@@ -102,6 +108,7 @@ class PrefixIndex:
         if node is None:
             node = self._nodes[key] = Node(key, parent, tokens, self.groups)
             parent.children += 1
+            self.gone.pop(key, None)
             return node
         return node if node.parent is parent and node.tokens == tokens else None
 
@@ -113,5 +120,11 @@ class PrefixIndex:
                 del self._roots[node.tokens]
             else:
                 del self._nodes[node.key]
+                self._note_gone(node.key)
                 parent.children -= 1
             node = parent
+
+    def _note_gone(self, key: bytes) -> None:
+        self.gone[key] = None
+        if len(self.gone) > REMEMBERED:
+            del self.gone[next(iter(self.gone))]

@@ -15,6 +15,7 @@ from octavo.core.sequence import Sequence, State
 from octavo.paging.draft import Draft
 from octavo.paging.fetch import fetch, fetchable
 from octavo.paging.kv import KV, Match
+from octavo.paging.miss import explain
 from octavo.schedule.policies import Policy, Rank
 
 Draws = Callable[[Sequence], tuple[Draw, ...]]
@@ -119,6 +120,8 @@ class Scheduler:
     def commit(self, decision: Decision, step: int, draws: Draws) -> Plan:
         """Releases, then attaches, then extends, each in the order of the decision; the draft has counted it all."""
         kv = self.kv
+        for _, match in decision.attached:  # first: a victim's blocks that go to the host tier push others out of it
+            kv.pin(match)
         for victim in decision.victims:
             self.preempt(victim)
         restored = {s.number: True for s, match in decision.attached if match.saved is not None}
@@ -129,8 +132,6 @@ class Scheduler:
             sequence.become(State.RUNNING)
             self.waiting.remove(sequence)
             insort(self.running, sequence, key=lambda s: self.policy.rank(s, 0.0))
-        for _, match in decision.attached:
-            kv.pin(match)
         for sequence, match in decision.attached:
             kv.attach(sequence, match)
             if sequence.cached is None:
@@ -145,6 +146,8 @@ class Scheduler:
             kv.extend(sequence, start, stop)
             if sequence.cached is None:
                 sequence.cached = 0
+            if sequence.served < 0:
+                sequence.miss = explain(kv, sequence, start)
             sequence.served = step
             row = self._row(sequence, start, stop, draws)
             self.policy.served(sequence, stop - start, len(row.draws))
@@ -202,18 +205,18 @@ class _Round:
         self.computing: dict[bytes, bool] = {}  # keys of the blocks that this step's rows compute
         self.awaiting = 0  # deferred ones that will want to run when the blocks are there
         self.promised = 0  # blocks that admitted prompts will still need
-        self.decoding = sum(s.pending == 1 for s in self.running)  # decodes at or after the cursor
+        self.decoding = sum(s.decoding for s in self.running)  # decodes at or after the cursor
         self.resting = self._resting(budget)
 
     def _resting(self, budget: int) -> dict[int, bool]:
         """When there are more decodes than budget, those served last sit this one out; the best-ranked never does."""
-        if not self.running:
+        first = next((s for s in self.running if not s.parked), None)
+        if first is None:
             return {}
-        first = self.running[0]
-        keep = budget if first.pending == 1 else budget - 1  # the best-ranked gets a token of its prompt at least
+        keep = budget if first.decoding else budget - 1  # the best-ranked gets a token of its prompt at least
         if self.decoding <= keep:
             return {}
-        decoding = [s for s in self.running if s.pending == 1]
+        decoding = [s for s in self.running if s.decoding]
         decoding.sort(key=lambda s: (s is not first, s.served))
         return {s.number: True for s in decoding[keep:]}
 
@@ -232,7 +235,7 @@ class _Round:
                     continue
             sequence = self.running[self.next]
             self.next += 1
-            if sequence.pending == 1:
+            if sequence.decoding:
                 self.decoding -= 1
             self._continue(sequence)
         return self.decision
@@ -297,16 +300,28 @@ class _Round:
 
     def _take_victim(self) -> bool:
         """Preempt the worst-ranked running sequence behind the cursor; False if there is none."""
-        if self.end <= self.next:
+        victim = self._parked_ahead()
+        if self.end > self.next:
+            self.end -= 1
+            victim = self.running[self.end]
+        if victim is None:
             return False
-        self.end -= 1
-        victim = self.running[self.end]
-        if victim.pending == 1:
+        if victim.decoding:
             self.decoding -= 1
         self.active -= not victim.parked
         self.draft.release(victim)
         self.decision.victims.append(victim)
         return True
+
+    def _parked_ahead(self) -> Sequence | None:
+        """A better-ranked beam that only waits for others, to be taken by the first one served when all else is gone.
+
+        Without it, beams that no longer share blocks could fill the pool and wait for one that finds no room.
+        """
+        if self.decision.rows:
+            return None
+        ahead = self.running[: self.next]
+        return next((s for s in reversed(ahead) if s.parked and s not in self.decision.victims), None)
 
     def _serve(self, sequence: Sequence, start: int, stop: int, attached: int) -> None:
         self.draft.extend(sequence, start, stop, attached)
@@ -389,7 +404,7 @@ class _Round:
     def _outranks_victim(self, sequence: Sequence) -> bool:
         """Whether the sequence may push out the worst running one behind the cursor."""
         if self.end <= self.next:
-            return False
+            return self._parked_ahead() is not None
         if not self.decision.rows and all(s.parked for s in self.running[: self.next]):
             return True  # the best-ranked of all that have something to compute
         level = self.scheduler.policy.level
