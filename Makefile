@@ -114,9 +114,12 @@ wheel-check: wheel
 
 # Kernel modules built for the sanitizers, which the tests take in place of the installed ones.
 SANITIZED := build/sanitize
+# Besides the scalar build, the widest one: that is where an access past the end would be.
+SANITIZED_ISAS ?= $(if $(filter x86_64 amd64,$(shell uname -m)),avx512,neon)
 sanitize: $(VENV)/.test
 	$(call say,building the kernels for the sanitizers)
 	@PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B $(SANITIZED) -G Ninja -DOCTAVO_SANITIZE=ON \
+	  "-DOCTAVO_ISAS=$(SANITIZED_ISAS)" \
 	  -DPython_EXECUTABLE="$(abspath $(BIN))/python" >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
 	@PATH="$(abspath $(BIN)):$$PATH" cmake --build $(SANITIZED) >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
 	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" $(BIN)/python tests/run_sanitized.py $(SANITIZED) $(ARGS)

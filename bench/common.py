@@ -84,5 +84,6 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
 def verdict(what: str, value: float, bound: float, at_least: bool = True) -> bool:
     """Print a figure against what it is expected to be; whether it is."""
     good = value >= bound if at_least else value <= bound
-    print(f"{what}: {value:.3g} (expected: {'at least' if at_least else 'at most'} {bound:g}) {'ok' if good else 'MISSED'}")
+    side = "at least" if at_least else "at most"
+    print(f"{what}: {value:.3g} (expected: {side} {bound:g}) {'ok' if good else 'MISSED'}", flush=True)
     return good

@@ -247,12 +247,12 @@ def main() -> int:
     sums = {rule: run.summary(given.budget) for rule, run in runs.items()}
     model = given.executor == "model"
     rate = "tokens/s" if model else "tokens/step"
-    head = ["rule", "running", rate, "budget with tokens", "used or reserved", "of it with tokens", "preempted", "steps"]
+    head = ["rule", "running", rate, "budget with tokens", "used or reserved", "of it with tokens", "preempted"]
     shown = []
     for rule, s in sums.items():
         speed = f"{s['tokens_per_second']:.1f}" if model else f"{s['tokens_per_step']:.2f}"
         shares = [f"{100 * s[k]:.1f} %" for k in ("budget_share", "used_share", "filled_share")]
-        shown.append([rule, f"{s['running']:.1f}", speed, *shares, str(s["preemptions"]), f"{s['steps']:,}"])
+        shown.append([rule, f"{s['running']:.1f}", speed, *shares, str(s["preemptions"])])
     table(head, shown)
     if not given.trace:
         print("the paper (OPT-13B): " + ", ".join(f"{r} {n:.1f} running, {s:.0f} %" for r, (n, s) in PAPER.items()))
@@ -279,12 +279,9 @@ def judge(sums: dict[str, dict[str, Any]]) -> bool:
 def draw(name: str, runs: dict[str, Run], sums: dict[str, dict[str, Any]]) -> None:
     steps = {rule: list(enumerate(run.running)) for rule, run in runs.items()}
     plots.lines(OUT / f"{name}-running.svg", "Running sequences", "step", "sequences", steps)
-    plots.bars(
-        OUT / f"{name}-shares.svg",
-        "Share of the KV budget",
-        "%",
-        {r: {"holds tokens": 100 * s["budget_share"], "used or reserved": 100 * s["used_share"]} for r, s in sums.items()},
-    )
+    keys = {"holds tokens": "budget_share", "used or reserved": "used_share"}
+    shares = {rule: {what: 100 * s[key] for what, key in keys.items()} for rule, s in sums.items()}
+    plots.bars(OUT / f"{name}-shares.svg", "Share of the KV budget", "%", shares)
     tokens = {rule: list(zip(run.seconds, run.generated, strict=True)) for rule, run in runs.items()}
     if "model" in name:  # the seconds of a run that computes nothing say nothing
         plots.lines(OUT / f"{name}-tokens.svg", "Generated tokens", "seconds", "tokens", tokens)

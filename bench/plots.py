@@ -109,7 +109,8 @@ def _text(value: float) -> str:
 
 
 def _write(path: Path, parts: Sequence[str]) -> Path:
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="11">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif"'
+    head += ' font-size="11">'
     path.parent.mkdir(exist_ok=True)
     path.write_text("\n".join([head, *parts, "</svg>"]), encoding="utf-8")
     print(f"plot: {path}")

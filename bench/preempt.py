@@ -25,7 +25,8 @@ from octavo.schedule.preempt import SwapChoice
 def swap_seconds(llm: LLM, blocks: int, repeats: int, rng: random.Random) -> float:
     """Median seconds to move ``blocks`` blocks out and back."""
     executor = llm.parts.engine.executor
-    pool, slots = llm.parts.memory.blocks, len(executor.host)  # type: ignore[attr-defined]
+    pool = llm.parts.memory.blocks
+    slots = min(pool, len(executor.host))  # type: ignore[attr-defined]
     taken = []
     for _ in range(repeats + 1):
         ours, theirs = rng.sample(range(pool), blocks), rng.sample(range(slots), blocks)
@@ -52,7 +53,7 @@ def recompute_seconds(llm: LLM, tokens: int, repeats: int, rng: random.Random) -
 def one_size(size: int, given: argparse.Namespace) -> list[dict[str, Any]]:
     """All lengths at one block size."""
     rng = random.Random(f"{given.seed} {size}")
-    blocks = 2 * max(given.lengths) // size + 2
+    blocks = 2 * (-(-max(given.lengths) // size)) + 2
     settings: dict[str, Any] = {"kv_blocks": blocks, "block_size": size, "prefix_cache": False, "preempt": "auto"}
     found = []
     with LLM(given.model, swap_memory="1GiB", threads=given.threads, **settings) as llm:

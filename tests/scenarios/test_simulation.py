@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from octavo.core.sequence import Sequence
+from octavo.paging.draft import Draft
 from octavo.paging.host import HostTier
 from octavo.paging.kv import KV
 from octavo.sim import run
@@ -66,16 +67,16 @@ def test_faults_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_copy(self: KV, number: int, start: int, stop: int, count: Any) -> Any:
         return ()
 
-    def kept_text(self: KV, sequence: Sequence, to: int) -> bool:
-        return True
+    def for_nothing(self: Draft, sequence: Sequence, match: Any) -> int:
+        return 0
 
     for owner, name, broken in (
         (HostTier, "save", wrong_slot),
         (KV, "close", keeps_blocks),
         (KV, "to_copy", no_copy),
-        (KV, "rewind", kept_text),
+        (Draft, "attach_cost", for_nothing),
     ):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, broken)
             with pytest.raises(AssertionError, match=r"seed 1, era \d+ \(Settings"):
-                simulate(20_000, 1)
+                simulate(12_000, 1)
