@@ -45,6 +45,7 @@ class Peer:
         from transformers.utils import logging
 
         logging.set_verbosity_error()
+        logging.disable_progress_bar()
         torch.set_num_threads(threads)
         self.torch = torch
         self.model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)

@@ -69,7 +69,7 @@ def found(request: Request) -> list[tuple[tuple[int, ...], float]]:
 
 
 def beams_alone(prompt: list[int], width: int, most: int, windows: tuple[int | None, ...]) -> Any:
-    rig = Rig(pool=256 * len(windows), budget=4096, prefix_cache=False, windows=windows, vocab=200)
+    rig = Rig(pool=256 * len(windows), budget=4096, prefix_cache=False, windows=windows)
     request = beams(rig, prompt, width, most)
     rig.run()
     return found(request)

@@ -69,6 +69,7 @@ SAMPLING = (
     Flag("frequency_penalty", "the same, times how often the answer holds it", "X"),
     Flag("seed", "the same seed and prompt give the same answer (default: drawn)", "N"),
     Flag("n", "answers to each prompt", "N", "-n"),
+    Flag("best_of", "compute this many and keep the likeliest", "N"),
     Flag("stop", "end the answer at this text (may be given again)", "TEXT"),
     Flag("stop_token_ids", "end the answer at this token id (may be given again)", "ID"),
     Flag("bad_words", "text that may not appear (may be given again)", "TEXT"),

@@ -99,7 +99,8 @@ class SamplingParams:
     config fills it, or the neutral value (1, 0, 1, 0, 1).  Raises :class:`ParamError` (a ValueError that names the
     field) on anything out of range.
 
-    - ``n``: branches that share the prompt's blocks
+    - ``n``: branches that share the prompt's blocks; ``best_of``: how many are computed, the ``n`` of them with the
+      largest sum of log-probabilities are returned
     - ``temperature``: 0 is greedy; ``top_k``: 0 or -1 is all; ``top_p``, ``min_p``: shares of probability
     - ``repetition_penalty``: over prompt and output (CTRL); ``presence_penalty``, ``frequency_penalty``: over output
     - ``seed``: the draw is a function of (seed, branch, position); drawn and reported when not given
@@ -111,6 +112,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -136,6 +138,10 @@ class SamplingParams:
             object.__setattr__(self, name, value)  # frozen for everybody else
 
         put("n", _integer("n", self.n, 1, MAX_BRANCHES))
+        if self.best_of is not None:
+            put("best_of", _integer("best_of", self.best_of, 1, MAX_BRANCHES))
+            if self.best_of < self.n:
+                raise ParamError("best_of", f"is {self.best_of}, less than n, {self.n}")
         for name, (low, high, open_low) in _RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in _NEUTRAL:
@@ -186,9 +192,21 @@ class SamplingParams:
         repetition, seed = self.repetition_penalty, self.seed
         if temperature is None or top_k is None or top_p is None or min_p is None or repetition is None or seed is None:
             raise ValueError("parameters must be filled before anything is drawn")
-        logprobs = -1 if self.logprobs is None else self.logprobs
+        logprobs = self.scored
         penalties = self.presence_penalty, self.frequency_penalty
         return temperature, top_k, top_p, min_p, repetition, *penalties, seed, logprobs
+
+    @property
+    def branches(self) -> int:
+        """How many answers are computed."""
+        return self.best_of or self.n
+
+    @property
+    def scored(self) -> int:
+        """How many best log-probabilities each draw reports; -1: none.  Choosing the best needs the drawn one's."""
+        if self.logprobs is not None:
+            return self.logprobs
+        return 0 if self.branches > self.n else -1
 
     @cached_property
     def penalised(self) -> bool:

@@ -91,4 +91,4 @@ class Request:
 
     @property
     def done(self) -> bool:
-        return len(self.branches) == self.params.n and all(s.state is State.FINISHED or s.idle for s in self.branches)
+        return len(self.branches) == self.params.branches and all(s.state is State.FINISHED or s.idle for s in self.branches)

@@ -63,7 +63,7 @@ class Sequence:
         self.state = State.WAITING
         self.served = -1  # the last step in which it had a row
         self.preemptions = 0
-        self.forks = params.n - 1 if branch == 0 else 0  # branches still to be forked off this one
+        self.forks = params.branches - 1 if branch == 0 else 0  # branches still to be forked off this one
         self.scored = 0 if params.prompt_logprobs is not None and branch == 0 else prompt_length
         self.miss = ""  # why no more of the prompt came from the prefix cache
         self.idle = False  # of a session that nobody uses for now: the first to lose its blocks

@@ -85,6 +85,15 @@ def completion(sequence: Sequence, reader: Reader) -> CompletionOutput:
     )
 
 
+def _best(request: Request) -> list[CompletionOutput]:
+    """The branches' answers; of ``best_of`` branches the ``n`` with the largest sum of log-probabilities."""
+    n, pairs = request.params.n, list(zip(request.branches, request.readers, strict=True))
+    if request.finished and len(pairs) > n:
+        pairs.sort(key=lambda pair: -sum(s.logprob for s in pair[1].logprobs))  # equal sums in the order of branches
+        return [replace(completion(s, r), index=i) for i, (s, r) in enumerate(pairs[:n])]
+    return [completion(s, r) for s, r in pairs]
+
+
 def beam_completions(request: Request, decode: Decode) -> list[CompletionOutput]:
     """The finished hypotheses, best first."""
     search = request.beams.search
@@ -113,7 +122,7 @@ def request_output(request: Request, decode: Decode = lambda tokens: "") -> Requ
     if request.beams is not None:
         outputs = beam_completions(request, decode)
     else:
-        outputs = [completion(s, r) for s, r in zip(request.branches, request.readers, strict=True)]
+        outputs = _best(request)
     return RequestOutput(
         request_id=request.id,
         prompt=request.prompt_text,

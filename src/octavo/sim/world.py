@@ -383,8 +383,8 @@ class Era:
             tokens = list(sequence.output()) if asked.state is None else self._of_session(asked)
             if tokens != want_tokens[: len(tokens)] or (len(tokens) < asked.most and not asked.aborted):
                 raise AssertionError(f"{request.id}, branch {sequence.branch}: {tokens} is not {want_tokens}")
-        if not asked.aborted and len(request.branches) != request.params.n:
-            raise AssertionError(f"{request.id}: {len(request.branches)} branches of {request.params.n}")
+        if not asked.aborted and len(request.branches) != request.params.branches:
+            raise AssertionError(f"{request.id}: {len(request.branches)} branches of {request.params.branches}")
 
     def _of_session(self, asked: Asked) -> list[int]:
         assert asked.state is not None
