@@ -59,7 +59,7 @@ def test_r09_swapped_blocks_are_byte_equal(family: str, cache: bool, tiny_models
         assert sequence.state is State.WAITING and engine.scheduler.swaps == 1
         moved = engine.kv.drain()
         executor._move(moved)  # type: ignore[attr-defined]
-        assert (len(moved) > 10 * groups) is (not cache), "only what cannot be found by content moves at once"
+        assert (len(moved) > 2 * groups) is (not cache), "only what cannot be found by content moves at once"
         if not cache:
             executor.blocks[:] = 0xFF  # type: ignore[attr-defined]
         others = [real.add(parts, tiny.prompt(3, 7 + i), 1) for i in range(2)]
@@ -94,7 +94,7 @@ def test_r09_all_blocks_leave_and_return(pool: int, cache: bool, tiny_models: Ti
             engine.step()
             if engine.scheduler.running and rng.random() < 0.3:
                 engine.scheduler.preempt(rng.choice(engine.scheduler.running))
-        assert engine.scheduler.swaps > 5 and engine.scheduler.recomputes == 0
+        assert engine.scheduler.swaps > 3 and engine.scheduler.recomputes == 0
         audit_idle(engine.kv)
         for request, prompt in zip(asked, prompts, strict=True):
             assert answer(request) == solo.answer(prompt, 12, **given)

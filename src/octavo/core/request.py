@@ -91,4 +91,5 @@ class Request:
 
     @property
     def done(self) -> bool:
-        return len(self.branches) == self.params.branches and all(s.state is State.FINISHED or s.idle for s in self.branches)
+        ended = all(s.state is State.FINISHED or s.idle for s in self.branches)
+        return ended and len(self.branches) == self.params.branches
