@@ -44,12 +44,12 @@ class Peer:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
 
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         torch.set_num_threads(threads)
         self.torch = torch
         self.model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        self.model.eval()
+        self.model.train(False)
         self.model.generation_config.eos_token_id = None
 
     def search(self, prompt: list[int], width: int, count: int) -> tuple[list[int], float]:
@@ -70,7 +70,7 @@ class Peer:
 
 
 def speed(llm: LLM, prompt_of: Any, given: argparse.Namespace) -> dict[str, Any]:
-    peer = Peer(Path(find(given.model)), given.threads)
+    peer = Peer(Path(find(given.model)), given.peer_threads or given.threads)
     ours: list[float] = []
     theirs: list[float] = []
     same, gaps = 0, []
@@ -88,13 +88,15 @@ def speed(llm: LLM, prompt_of: Any, given: argparse.Namespace) -> dict[str, Any]
         time.sleep(0.3)
         best = found.outputs[0]
         same += list(best.token_ids) == ids
+        assert best.score is not None
         gaps.append(abs(best.score - score))
     return {"octavo_s": ours, "transformers_s": theirs, "same_best": same, "score_gaps": gaps}
 
 
 def saving(engine: Engine, requests: Iterable[Request], together: int = 8) -> float:
     """Runs requests, ``together`` at a time; 1 - physical / logical blocks, both summed over steps."""
-    waiting, inside = list(requests), []
+    waiting = list(requests)
+    inside: list[Request] = []
     physical = logical = 0
     while waiting or inside:
         while waiting and len(inside) < together:
@@ -142,6 +144,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--context", type=int, default=512, help="most tokens of these (default: %(default)s)")
     p.add_argument("--widths", type=int, nargs="+", default=[2, 4, 6], help="of the savings (default: 2 4 6)")
     p.add_argument("--threads", type=int, default=2, help="of both (default: %(default)s)")
+    p.add_argument("--peer-threads", type=int, help="of transformers, if others suit it better")
     p.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     given = p.parse_args()
     if min(given.width, given.output, given.rounds, given.requests, *given.widths) < 1 or given.context < 2:

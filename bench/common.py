@@ -40,7 +40,7 @@ def shared_chats(count: int, context: int, seed: int, prompt: float = 161, outpu
 
 def traced(path: Path, count: int, context: int) -> list[Length]:
     """The first ``count`` requests of a CSV with the columns TIMESTAMP, ContextTokens, GeneratedTokens."""
-    found = []
+    found: list[Length] = []
     with path.open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
             if len(found) == count:

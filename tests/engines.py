@@ -8,7 +8,7 @@ from typing import Any
 from octavo.clock import SimulatedClock
 from octavo.core.events import Delta, Finished
 from octavo.core.params import SamplingParams
-from octavo.core.plan import DISK, Plan, RowResult, StepResult
+from octavo.core.plan import Plan, RowResult, StepResult
 from octavo.core.request import Request
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake
@@ -151,6 +151,7 @@ class Rig:
         )
         self.events: dict[str, list[Delta | Finished]] = {}
         self.deferred = 0  # how often a sequence waited for a block that another row computed
+        self.fetching = False  # whether the last decision asked for blocks from disk
         self._decide = self.engine.scheduler.decide
         self.engine.scheduler.decide = self._decided
 
@@ -160,8 +161,11 @@ class Rig:
         rank = self.engine.scheduler.policy.rank
         for victim in decision.victims:
             # A parked beam only waits for others: it loses no place in a queue.
-            assert victim.parked or all(rank(s, now) < rank(victim, now) for s in decision.admitted), f"{victim} lost its place"
+            assert victim.parked or all(rank(s, now) < rank(victim, now) for s in decision.admitted), (
+                f"{victim} lost its place"
+            )
         self.deferred += decision.deferred
+        self.fetching = bool(decision.fetches)
         return decision
 
     def add(self, prompt: Any, max_tokens: int | None = 8, **given: Any) -> Request:
@@ -184,7 +188,7 @@ class Rig:
         tokens = self.engine.step()
         self.clock.advance(1.0)
         plan = self.executor.plans[-1] if best is not None else None
-        if plan is not None and not flights and not any(m.source.tier == DISK for m in plan.moves):
+        if plan is not None and not flights and not self.fetching:
             assert best is not None
             assert any(row.sequence == best.number for row in plan.rows), f"{best} is the best-ranked, and not served"
             assert 0 < tokens <= self.engine.budget.tokens

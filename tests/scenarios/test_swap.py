@@ -102,7 +102,7 @@ def test_r09_all_blocks_leave_and_return(pool: int, cache: bool, tiny_models: Ti
 
 @pytest.mark.parametrize("swap", [0, 1, 4, 100])
 def test_r09_swap_space_runs_out(swap: int) -> None:
-    """R09: an n=4 request and two long ones in a pool of 10: what finds no room is recomputed, all answers are right."""
+    """R09: an n=4 request and two long ones in a pool of 10: what finds no room is recomputed, and right."""
     rig = Rig(pool=10, block_size=4, swap=swap)
     four = rig.add(ids(10), 12, n=4, temperature=1.0, seed=1)
     long = [rig.add(ids(14, s), 20) for s in (1, 2)]
@@ -134,7 +134,7 @@ def test_shared_blocks_move_once() -> None:
 @pytest.mark.parametrize("swap", [0, 2, 12])
 @pytest.mark.parametrize("evicted", [1, 2, 10])
 def test_r10_swap_in_after_evictions(swap: int, evicted: int) -> None:
-    """R10: pool 10; a long sequence is out, some of its cached blocks are evicted: it waits or goes on, never crashes."""
+    """R10: pool 10; a long sequence is out, some cached blocks of it are evicted: it waits or goes on."""
     rig = Rig(pool=10, block_size=4, swap=swap)
     victim = rig.add(ids(33), 7)
     rig.steps(4)
@@ -163,7 +163,11 @@ def test_r13_random_operations(swap: int, hash: Any, disk: int) -> None:
     for _ in range(500):
         what = rng.random()
         if what < 0.12:
-            prompt, most, n = rng.choice(heads) + ids(rng.randint(0, 4), rng.randrange(3)), rng.choice([2, 9]), rng.choice([1, 3])
+            prompt, most, n = (
+                rng.choice(heads) + ids(rng.randint(0, 4), rng.randrange(3)),
+                rng.choice([2, 9]),
+                rng.choice([1, 3]),
+            )
             given = {"n": n, "temperature": 1.0, "seed": rng.randrange(2)}
             asked.append((rig.add(prompt, most, priority=rng.randrange(2), **given), (prompt, most, given)))
             live.append(asked[-1][0])

@@ -252,7 +252,7 @@ def test_a_budget_that_changes_from_step_to_step() -> None:
     requests = [rig.add(ids(9 + i, i), 8) for i in range(6)]
     step = 0
     while rig.engine.busy:
-        rig.engine.budget.tokens = (1, 50, 2, 7, 300)[step % 5]
+        rig.engine.budget.fixed = rig.engine.budget.tokens = (1, 50, 2, 7, 300)[step % 5]
         rig.step()
         step += 1
     assert [outputs(r) for r in requests] == [alone(ids(9 + i, i), 8) for i in range(6)]

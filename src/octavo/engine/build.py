@@ -124,8 +124,7 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
     executor = LocalExecutor(backend, program, layout, memory.blocks, banned, host, store)
     kv = KV(memory.blocks, config.block_size, layout.windows, config.prefix_cache, host_slots=host, disk_slots=files)
     if store is not None and kv.disk is not None:
-        for slot, name in kv.disk.adopt(store.files()):
-            store.adopt(slot, name)
+        store.adopt(kv.disk.adopt(store.files()))
     budget = TokenBudget(config.max_batched_tokens, report=log.info)
     choice = SwapChoice(kv, config.preempt, layout.block_bytes, executor.copy_rate(), lambda: budget.rate)
     ends = end_ids(checkpoint, tokenizer)

@@ -78,8 +78,9 @@ class DiskStore:
             raise
         for leftover in folder.glob("*.tmp"):
             leftover.unlink(missing_ok=True)
-        self._names: dict[int, str] = {}
-        self._work: deque[tuple[Move, str, np.ndarray | None, np.ndarray | None]] = deque()
+        self._names: dict[int, str] = {}  # of the file in each slot
+        self._slots: dict[str, int] = {}  # and back; a file that was given up and written again is in its newest slot
+        self._work: deque[tuple[Move | None, str, np.ndarray | None, np.ndarray | None]] = deque()
         self._done: deque[tuple[Move, bool]] = deque()
         self._wake = threading.Condition()
         self._closing = False
@@ -93,22 +94,30 @@ class DiskStore:
         found = [(entry.stat().st_mtime_ns, entry.name) for entry in entries]
         return [name[:-3] for _, name in sorted(found)]
 
-    def adopt(self, slot: int, name: str) -> None:
-        self._names[slot] = name
+    def adopt(self, kept: list[tuple[int, str]]) -> None:
+        """These files are in these slots; all others go."""
+        for slot, name in kept:
+            self._names[slot], self._slots[name] = name, slot
+        for name in self.files():
+            if name not in self._slots:
+                self._remove(name)
 
     def write(self, move: Move, block: np.ndarray, wait: bool = False) -> None:
         """Take a copy of ``block``, to be written as ``move.name``; the slot's old file goes."""
         with self._wake:
-            old = self._names.get(move.target.slot)
-            if old is not None and old != move.name:
-                self._remove(old)
+            slot = move.target.slot
+            old = self._names.pop(slot, None)
+            if old is not None and self._slots.get(old) == slot:
+                del self._slots[old]
+                if old != move.name or (not wait and len(self._work) >= QUEUE):
+                    # In its turn: the file may still be waiting to be written or read.
+                    self._work.append((None, old, None, None))
             while wait and len(self._work) >= QUEUE:
                 self._wake.wait()
             if len(self._work) >= QUEUE:
-                self._names.pop(move.target.slot, None)
                 self._done.append((move, False))
                 return
-            self._names[move.target.slot] = move.name
+            self._names[slot], self._slots[move.name] = move.name, slot
             self._work.append((move, move.name, block.copy(), None))
             self._wake.notify_all()
 
@@ -146,6 +155,12 @@ class DiskStore:
                     return
                 move, name, block, into = self._work.popleft()
                 self._busy += 1
+            if move is None:
+                self._remove(name)
+                with self._wake:
+                    self._busy -= 1
+                    self._wake.notify_all()
+                continue
             ok = self._write_file(name, move.label, block) if block is not None else self._read_file(name, move, into)
             with self._wake:
                 self._busy -= 1
