@@ -122,7 +122,7 @@ sanitize: $(VENV)/.test
 	  "-DOCTAVO_ISAS=$(SANITIZED_ISAS)" \
 	  -DPython_EXECUTABLE="$(abspath $(BIN))/python" >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
 	@PATH="$(abspath $(BIN)):$$PATH" cmake --build $(SANITIZED) >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
-	@LD_PRELOAD="$$($${CXX:-c++} -print-file-name=libasan.so)" $(BIN)/python tests/run_sanitized.py $(SANITIZED) $(ARGS)
+	@$(BIN)/python tests/run_sanitized.py $(SANITIZED) $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench/out
