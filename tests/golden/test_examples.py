@@ -31,10 +31,14 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-def test_the_readme_program() -> None:
-    (program,) = PROGRAM
-    out = run("-c", program)
+def test_the_readme_programs() -> None:
+    first, branches = PROGRAM
+    out = run("-c", first)
     assert "The sea is -> " in out and "Apples" in out and "3 requests finished" in out
+    out = run("-c", branches)
+    assert len(out.splitlines()) >= 7
+    scores = {word: float(value) for word, value in (line.split() for line in out.splitlines()[4:6])}
+    assert scores["giraffe"] > scores["mouse"]
 
 
 @pytest.mark.parametrize(
