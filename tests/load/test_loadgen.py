@@ -404,7 +404,7 @@ def test_the_command_prints_and_keeps_its_figures(server: FakeServer, bench: Any
     assert {h.get("authorization") for _, _, h, _ in server.seen} == {"Bearer secret"}
     assert all(b["max_tokens"] == 5 and b["ignore_eos"] and b["stream"] for b in server.bodies)
     assert len(server.bodies) == 13  # one ahead, not counted
-    for name in ("times.svg", "run.svg"):
+    for name in ("times.svg", "running.svg", "tokens.svg"):
         assert (tmp_path / "plots" / name).read_text().startswith("<svg")
 
 

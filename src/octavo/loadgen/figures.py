@@ -220,8 +220,9 @@ def draw(folder: Path, figures: Figures, records: Sequence[Record], began: float
         drawn.append(plots.lines(folder / "times.svg", title, "milliseconds", "%", shares, log="x"))
     levels = [(moment - began, float(level)) for moment, level in running(records)]
     if levels:
-        series = {"in flight": levels, "tokens a second": _rates(records, began, figures.seconds)}
-        drawn.append(plots.lines(folder / "run.svg", "The run", "seconds", "", series))
+        rates = _rates(records, began, figures.seconds)
+        for name, title, points in (("running", "Requests in flight", levels), ("tokens", "Tokens a second", rates)):
+            drawn.append(plots.lines(folder / f"{name}.svg", title, "seconds", "", {"": points}))
     return drawn
 
 
