@@ -8,38 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from octavo.core.events import Delta
 from octavo.core.request import Request
 from octavo.engine.outputs import beam_completions
 from octavo.server.generation import Generation, Told
 from octavo.server.logprobs import ChatLogprobs, TextLogprobs, TokenNames, prompt_logprobs
-
-Calls = tuple[dict[str, Any], ...]
-
-
-class Parsed(NamedTuple):
-    """New text, told apart; ``calls`` are tool call deltas in OpenAI's shape."""
-
-    content: str = ""
-    reasoning: str = ""
-    calls: Calls = ()
-
-
-class Parser(Protocol):
-    """Tells apart what a model writes into one stream of text: thoughts, tool calls, and what it says."""
-
-    def feed(self, text: str) -> Parsed: ...
-
-    def finish(self) -> Parsed:
-        """What was held back, when no more text comes."""
-        ...
-
-    @property
-    def called(self) -> bool:
-        """Whether there was a tool call."""
-        ...
+from octavo.server.parsing import Calls, Parsed, Parser
 
 
 class Piece(NamedTuple):
@@ -79,8 +55,7 @@ class Choice:
             told = self._parser.feed(delta.text)
             if reason is not None:
                 told = _both(told, self._parser.finish())
-                if reason == "stop" and self._parser.called:
-                    reason = "tool_calls"
+                reason = self._parser.reason(reason)
         logprobs = None
         if self._lists is not None:
             before = self._echoed(echo)

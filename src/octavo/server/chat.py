@@ -29,12 +29,20 @@ async def chat_completions(body: ChatBody, http: Request) -> Response:
     state = state_of(http)
     model = state.check_model(body.model)
     body.report_unknown("/v1/chat/completions")
-    asked = to_request.chat(body, state.settings, user_of(http))
+    tools = checked_tools(body.tools)
+    choice = checked_choice(body.tool_choice, tools)
+    tooling = state.tooling
+    calls = None
+    if tools and choice not in ("none", "auto"):
+        calls = tooling.format.grammar(tools, choice[1:] if choice.startswith("=") else None)
+    marks = bool(tools) and choice != "none" and tooling.format.special
+    asked = to_request.chat(body, state.settings, user_of(http), calls, marks)
     state.admission.check()
-    prompt = await prompt_of(state, body)
+    prompt = await prompt_of(state, body, None if choice == "none" else tools)
     generation = Generation(state, asked)
     await begun(generation, http, [prompt], add_special=False)
-    answers = Answers(generation, TokenNames(state.llm.tokenizer), ChatLogprobs)
+    parser = partial(tooling.parser, prompt, tools, choice, body.parallel_tool_calls is not False)
+    answers = Answers(generation, TokenNames(state.llm.tokenizer), ChatLogprobs, parser)
     form = ChatForm(model, state.fingerprint, answers)
     if asked.stream:
         return EventStream(answers, form.chunk, form.last, {})
@@ -45,20 +53,19 @@ async def chat_completions(body: ChatBody, http: Request) -> Response:
             return left()
 
 
-async def prompt_of(state: State, body: ChatBody) -> str:
+async def prompt_of(state: State, body: ChatBody, tools: list[dict[str, Any]] | None) -> str:
     """The conversation through the model's template; a long one beside the event loop."""
-    tools = checked_tools(body.tools)
-    choice = checked_choice(body.tool_choice, tools)
     options = dict(body.chat_template_kwargs) if isinstance(body.chat_template_kwargs, dict) else None
     if body.chat_template_kwargs is not None and options is None:
         options = body.chat_template_kwargs  # refused further in, by name
     if body.reasoning_effort is not None and options is None:
         options = {"reasoning_effort": body.reasoning_effort}
+    messages, tools = state.tooling.described(body.messages, tools)
     render = partial(
         rendered,
         state.llm.parts.template,
-        body.messages,
-        tools=None if choice == "none" else tools,
+        messages,
+        tools=tools,
         options=options,
         add_generation_prompt=body.add_generation_prompt is not False,
     )

@@ -6,7 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.core.events import Delta, Finished
 from octavo.core.request import Request
@@ -14,8 +14,10 @@ from octavo.engine.mailbox import Event
 from octavo.errors import EngineError
 from octavo.server.admission import Place
 from octavo.server.errors import ApiError
-from octavo.server.state import State
 from octavo.server.to_request import Asked
+
+if TYPE_CHECKING:
+    from octavo.server.state import State
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Told = list[tuple[int, Delta]]  # which prompt, and what is new of one of its branches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from octavo.engine.intake import checked_options
@@ -21,34 +20,14 @@ def rendered(
     """The prompt for a conversation; raises RequestError, with the template's own words where it refuses."""
     options = checked_options(options)
     options.setdefault("add_generation_prompt", add_generation_prompt)
-    talk = [_plain(m) for m in messages] if isinstance(messages, list) else messages
+    talk = [_system(m) for m in messages] if isinstance(messages, list) else messages
     return template.render(talk, tools=tools, **options)
 
 
-def _plain(message: Any) -> Any:
-    """A message with its tool calls' arguments as objects, as templates expect them; the rest is the template's."""
-    if not isinstance(message, dict):
-        return message
-    out = dict(message)
-    if out.get("role") == "developer":
-        out["role"] = "system"
-    calls = out.get("tool_calls")
-    if isinstance(calls, list):
-        out["tool_calls"] = [_call(call) for call in calls]
-        if out.get("content") is None:
-            out["content"] = ""
-    return out
-
-
-def _call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        return call  # as it was written: a model's broken call is part of the conversation too
-    return {**call, "function": {**function, "arguments": arguments}}
+def _system(message: Any) -> Any:
+    """OpenAI's newer name for the system's role, as models know it."""
+    developer = isinstance(message, dict) and message.get("role") == "developer"
+    return {**message, "role": "system"} if developer else message
 
 
 def checked_tools(tools: Any) -> list[dict[str, Any]] | None:

@@ -13,6 +13,7 @@ from octavo.server.settings import ServerSettings
 
 # What needs no key: whether the server is alive, and the map's empty page (its data needs one).
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/", "/favicon.ico"})
+OPEN_FOLDER = "/map/"
 
 
 class Guard:
@@ -39,7 +40,7 @@ class Guard:
         if origin is not None and not self._welcome(origin.decode("latin-1").lower(), host):
             message = "pages of this origin may not call this server; --cors-origin adds one"
             raise ApiError(403, message, code="origin_not_allowed")
-        if not self._keys or path in OPEN_PATHS or method == "OPTIONS":
+        if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_FOLDER) or method == "OPTIONS":
             return ""
         return self._owner(headers.get(b"authorization", b""))
 

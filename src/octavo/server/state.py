@@ -14,6 +14,7 @@ from octavo.execute.executor import LocalExecutor
 from octavo.server.admission import Admission
 from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics
+from octavo.server.parsing import Tooling
 from octavo.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class State:
             llm.parts.config.max_running, settings.max_waiting, settings.max_waiting_tokens, self.now
         )
         self.metrics = Metrics(llm, self.admission, self.model)
+        self.tooling = Tooling(llm.parts.template, settings.tool_format, settings.reasoning)
         self.generations: dict[Generation, None] = {}
 
     @staticmethod

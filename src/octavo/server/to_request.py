@@ -6,11 +6,13 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+from octavo.core.guide import Guide
 from octavo.core.params import ParamError, SamplingParams
 from octavo.core.request import Request
 from octavo.engine.intake import Intake
 from octavo.errors import RequestError
 from octavo.server.errors import ApiError, unsupported
+from octavo.server.guiding import guide_of
 from octavo.server.schema import ChatBody, CompletionBody, Generating
 from octavo.server.settings import ServerSettings
 
@@ -115,8 +117,12 @@ def completion(body: CompletionBody, settings: ServerSettings, user: str) -> Ask
     return _asked(body, values, body.logprobs, settings, user, echo=echo)
 
 
-def chat(body: ChatBody, settings: ServerSettings, user: str) -> Asked:
-    """Raises ApiError or RequestError, naming the field."""
+def chat(body: ChatBody, settings: ServerSettings, user: str, calls: Guide | None = None, marks: bool = False) -> Asked:
+    """Raises ApiError or RequestError, naming the field.
+
+    ``calls``: the form of tool calls, where there must be some; ``marks``: whether special tokens have to be told,
+    since tool calls are marked by them.
+    """
     _refuse_unsupported(body)
     limits = [limit for limit in (body.max_completion_tokens, body.max_tokens) if limit is not None]
     values = _common(body, settings)
@@ -133,8 +139,10 @@ def chat(body: ChatBody, settings: ServerSettings, user: str) -> Asked:
             raise ParamError("top_logprobs", "goes with logprobs, which must be true")
     if body.logprobs:
         logprobs = body.top_logprobs or 0
+    if marks:
+        values["skip_special_tokens"] = False
     values["logprobs"] = logprobs
-    return _asked(body, values, logprobs, settings, user)
+    return _asked(body, values, logprobs, settings, user, calls=calls)
 
 
 def _common(body: Generating, settings: ServerSettings) -> dict[str, Any]:
@@ -150,7 +158,14 @@ def _common(body: Generating, settings: ServerSettings) -> dict[str, Any]:
 
 
 def _asked(
-    body: Generating, values: dict[str, Any], logprobs: int | None, settings: ServerSettings, user: str, **more: Any
+    body: Generating,
+    values: dict[str, Any],
+    logprobs: int | None,
+    settings: ServerSettings,
+    user: str,
+    *,
+    echo: bool = False,
+    calls: Guide | None = None,
 ) -> Asked:
     stream = bool(body.stream)
     if body.stream_options is not None and not stream:
@@ -158,6 +173,15 @@ def _asked(
     if body.timeout is not None and not MIN_TIMEOUT <= body.timeout <= MAX_TIMEOUT:
         raise ParamError("timeout", f"must be in [{MIN_TIMEOUT:g}, {MAX_TIMEOUT:g}] seconds, got {body.timeout:g}")
     beam = _beam(body, values, settings)
+    guide = guide_of(body)
+    if calls is not None:
+        if guide is not None:
+            raise ApiError(400, "response_format: cannot be had together with a tool call", param="response_format")
+        guide = calls
+    if guide is not None:
+        if beam is not None:
+            raise unsupported("use_beam_search", "does not go with a form that the answer must have")
+        values["guide"] = guide
     asked = Asked(
         SamplingParams(**values),
         body.n or 1,
@@ -171,7 +195,7 @@ def _asked(
         priority=body.priority or 0,
         user=user or body.user or "",
         cache_salt=body.cache_salt,
-        **more,
+        echo=echo,
     )
     if asked.stream and asked.ranked:
         field = "use_beam_search" if beam else "best_of"
