@@ -33,7 +33,7 @@ def run(url: str, load: dict[str, Any]) -> int:
     config = LoadConfig(**load)
     goals = None if config.goodput is None else Goals.of(config.goodput)
     _raise_file_limit((config.places or 1024) + SPARE_FILES)
-    key = config.api_key or os.environ.get("OCTAVO_API_KEY")
+    key = config.api_key or os.environ.get("OCTAVO_API_KEY", "").split(",")[0].strip()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     client = Client(Address.of(url), headers)
     drive, model = asyncio.run(_measure(config, client))
