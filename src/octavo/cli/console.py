@@ -13,7 +13,9 @@ class _Compact(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         part = record.name.removeprefix("octavo.")
         start = part if record.levelno < logging.WARNING else record.levelname.lower()
-        return f"{start}: {record.getMessage()}"
+        text = f"{start}: {record.getMessage()}"
+        # What nobody expected is told whole: a server goes on after it, and its log is all there is.
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
 def show_log(verbose: bool) -> None:
