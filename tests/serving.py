@@ -81,6 +81,7 @@ class Steps:
         self.free.set()
         self.allowed = threading.Semaphore(0)
         self.done = 0
+        self.delay = 0.0  # seconds that a step takes
         self._run = rig.executor.run
         rig.executor.run = self.run
 
@@ -88,6 +89,7 @@ class Steps:
         while not self.free.is_set():
             if self.allowed.acquire(timeout=0.02):
                 break
+        time.sleep(self.delay)
         result: StepResult = self._run(plan)
         self.done += 1
         return result

@@ -170,9 +170,11 @@ def test_r38_tool_calls(choice: str | None, stream: bool, server: Served) -> Non
     assert "Par" in said and broken["finish_reason"] in ("stop", "tool_calls")
 
 
-def test_r38_arguments_are_streamed(server: Served) -> None:
+def test_r38_arguments_are_streamed(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all at once, and a message that is only a call has content null."""
-    chunks = server.chunks(CHAT, messages=user("one"), tools=TOOLS)
+    with scripted(ANSWERS, monkeypatch) as (llm, _, steps), served(llm) as slow:
+        steps.delay = 0.005
+        chunks = slow.chunks(CHAT, messages=user("one"), tools=TOOLS)
     pieces = [call for c in chunks for call in c["choices"][0]["delta"].get("tool_calls", [])]
     assert len(pieces) > 5 and pieces[0]["type"] == "function" and pieces[0]["id"].startswith("call_")
     message = server.ask(CHAT, messages=user("one"), tools=TOOLS)["choices"][0]["message"]
