@@ -7,6 +7,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from octavo.clock import Clock, RealClock
 from octavo.core.events import Delta, Finished
@@ -132,6 +133,8 @@ class Engine:
         self._sequences += 1
         sequence = request.branch(self._sequences, index, tokens)
         request.readers.append(Reader(self.tokenizer, request.params))
+        if request.form is not None:
+            request.matchers.append(request.matchers[0].fork() if index else _matcher(request))
         self._owners[sequence.number] = request
         return sequence
 
@@ -167,7 +170,8 @@ class Engine:
         request = self._owners[sequence.number]
         if request.beams is not None:
             return beam_draws(sequence, request.beams.search.kept)
-        return draws(sequence, request.rules)
+        mask = request.matchers[sequence.branch].begin() if request.matchers else None
+        return draws(sequence, request.rules, mask)
 
     def _fold(self, sequence: Sequence, start: int, stop: int, row: Row, outcome: RowResult, now: float) -> None:
         if sequence.state is State.FINISHED:  # its request failed by another branch of this very step
@@ -231,6 +235,8 @@ class Engine:
             text, stop = reader.push(token, count)
         if reason is None and stop is not None:
             reason, sequence.stop_reason = "stop", stop
+        elif reason is None and request.matchers and request.matchers[sequence.branch].advance(token):
+            reason = "stop"  # the guide is fulfilled, and nothing could follow
         elif reason is None and len(sequence.tokens) >= sequence.limit:
             reason = "length"
         if reason is None:
@@ -244,6 +250,8 @@ class Engine:
     def _ended_by_token(self, request: Request, sequence: Sequence, token: int, count: int) -> str | None:
         """ "stop" if the token is an end of the model's or of the request's."""
         params = request.params
+        if request.form is not None and token in self.eos_ids:
+            return "stop"  # its mask holds end tokens back
         if count < params.min_tokens:
             return None
         if token in self.eos_ids and not params.ignore_eos:
@@ -400,3 +408,11 @@ class Engine:
             blocks_shared=pool.size - pool.counts.count(0) - pool.counts.count(1),
             token_budget=self.budget.tokens,
         )
+
+
+def _matcher(request: Request) -> Any:
+    """Of a request's first branch; its first mask is computed while the prompt is."""
+    params = request.params
+    matcher = request.form.matcher(2**62 if params.ignore_eos else params.min_tokens)
+    matcher.begin()
+    return matcher

@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import octavo
 from octavo.engine.service import AsyncLLM
-from octavo.server import chat, completions, errors, health, metrics, models
+from octavo.server import chat, completions, errors, health, metrics, models, sessions
 from octavo.server.gate import Gate
 from octavo.server.security import Guard
 from octavo.server.settings import ServerSettings
@@ -25,7 +25,7 @@ def create_app(
     app = FastAPI(title="Octavo", version=octavo.__version__, description=DESCRIPTION, docs_url=None, redoc_url=None)
     state = app.state.octavo = State(llm, settings, model)
     errors.install(app)
-    for routes in (completions, chat, models, health, metrics):
+    for routes in (completions, chat, models, sessions, health, metrics):
         app.include_router(routes.router)
     if settings.cors_origins:
         app.add_middleware(

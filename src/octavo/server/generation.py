@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from octavo.core.events import Delta, Finished
 from octavo.core.request import Request
 from octavo.engine.mailbox import Event
-from octavo.errors import EngineError
+from octavo.errors import EngineError, RequestError
 from octavo.server.admission import Place
 from octavo.server.errors import ApiError
 from octavo.server.to_request import Asked
@@ -59,6 +59,7 @@ class Generation:
         state, asked = self.state, self.asked
         state.admission.check()
         ids = [await self._tokens(prompt, add_special) for prompt in prompts]
+        await self._compile()
         mailbox = state.llm.service.mailbox()
         for index, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
             request = asked.request(
@@ -85,6 +86,16 @@ class Generation:
                 place.leave()
             self.end()
             raise
+
+    async def _compile(self) -> None:
+        """A guide is compiled beside the event loop: a large schema takes its time."""
+        guide, guides = self.asked.params.guide, self.state.llm.parts.intake.guides
+        if guide is not None and guides is not None:
+            try:
+                await asyncio.to_thread(guides.compile, guide)
+            except RequestError as error:
+                field = self.asked.form
+                raise RequestError(f"{field}: {str(error).removeprefix('guide: ')}", field) from None
 
     async def _tokens(self, prompt: Any, add_special: bool) -> array[int]:
         intake = self.state.llm.parts.intake

@@ -24,8 +24,8 @@ _INSIDE: dict[str, Callable[[Any], Guide]] = {
 }
 
 
-def guide_of(body: Generating) -> Guide | None:
-    """The form that the answer must have; raises RequestError that names the field, also if there are two."""
+def guide_of(body: Generating) -> tuple[str, Guide | None]:
+    """The form that the answer must have, and the field that says so; raises RequestError also if there are two."""
     found: dict[str, Guide] = {}
     for name, make in _EXTRA.items():
         value = getattr(body, name)
@@ -40,7 +40,7 @@ def guide_of(body: Generating) -> Guide | None:
     if len(found) > 1:
         names = list(found)
         raise RequestError(f"{names[1]}: only one of {' and '.join(names)} can say the form of an answer", names[1])
-    return next(iter(found.values()), None)
+    return next(iter(found.items()), ("guide", None))
 
 
 def response_format(value: Any, field: str = "response_format") -> Guide | None:

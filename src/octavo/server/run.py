@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import resource
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -67,6 +69,9 @@ class Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Our handlers while the server runs; the old ones after it, for whom the signals are not repeated."""
+        if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+            yield
+            return
         old = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
@@ -86,8 +91,6 @@ class Server(uvicorn.Server):
             print(f"stopping when {running} running requests are done; a second signal stops at once", file=sys.stderr)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        import asyncio
-
         asyncio.get_running_loop().call_later(self._drain_timeout, self.state.stop)
         await super().shutdown(sockets)
 

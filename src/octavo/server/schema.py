@@ -28,6 +28,7 @@ _TEXTS = {"type": "array", "items": {"type": "string"}, "minItems": 1}
 Prompts = Annotated[
     Any, _loose(anyOf=[{"type": "string"}, _TEXTS, _TOKENS, {"type": "array", "items": _TOKENS, "minItems": 1}])
 ]
+Prompt = Annotated[Any, _loose(anyOf=[{"type": "string"}, _TOKENS, {"type": "null"}])]
 Stops = Annotated[
     Any,
     _loose(anyOf=[{"type": "string", "minLength": 1}, {**_TEXTS, "minItems": 0}, {"type": "null"}]),
@@ -163,6 +164,43 @@ class ChatBody(Generating):
     audio: Object = None
     prediction: Object = None
     web_search_options: Object = None
+
+
+class ContinueBody(CompletionBody):
+    """POST /v1/sessions/ID/generate"""
+
+    prompt: Literal[None] = None
+
+
+class SessionBody(Body):
+    """POST /v1/sessions"""
+
+    prompt: Prompt = None
+    cache_salt: Text = None
+
+
+class AppendBody(Body):
+    """POST /v1/sessions/ID/append"""
+
+    text: Prompt
+
+
+class RewindBody(Body):
+    """POST /v1/sessions/ID/rewind"""
+
+    to: int
+
+
+class ForkBody(Body):
+    """POST /v1/sessions/ID/fork"""
+
+    n: Integer = None
+
+
+class ScoreBody(Body):
+    """POST /v1/sessions/ID/score"""
+
+    texts: Prompts
 
 
 class TokenizeBody(Body):

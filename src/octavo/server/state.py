@@ -15,6 +15,7 @@ from octavo.server.admission import Admission
 from octavo.server.errors import ApiError
 from octavo.server.metrics import Metrics
 from octavo.server.parsing import Tooling
+from octavo.server.registry import Sessions
 from octavo.server.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class State:
         )
         self.metrics = Metrics(llm, self.admission, self.model)
         self.tooling = Tooling(llm.parts.template, settings.tool_format, settings.reasoning)
+        self.sessions = Sessions(settings.max_sessions, settings.session_idle)
         self.generations: dict[Generation, None] = {}
 
     @staticmethod

@@ -63,6 +63,7 @@ class Asked:
     stream: bool = False
     usage: bool = False  # a last chunk with the usage
     beam: Beam | None = None
+    form: str = "guide"  # the field that says the form of the answer
     timeout: float | None = None
     priority: int = 0
     user: str = ""
@@ -173,11 +174,11 @@ def _asked(
     if body.timeout is not None and not MIN_TIMEOUT <= body.timeout <= MAX_TIMEOUT:
         raise ParamError("timeout", f"must be in [{MIN_TIMEOUT:g}, {MAX_TIMEOUT:g}] seconds, got {body.timeout:g}")
     beam = _beam(body, values, settings)
-    guide = guide_of(body)
+    form, guide = guide_of(body)
     if calls is not None:
         if guide is not None:
-            raise ApiError(400, "response_format: cannot be had together with a tool call", param="response_format")
-        guide = calls
+            raise ApiError(400, f"{form}: cannot be had together with a tool call", param=form)
+        form, guide = "tools", calls
     if guide is not None:
         if beam is not None:
             raise unsupported("use_beam_search", "does not go with a form that the answer must have")
@@ -191,6 +192,7 @@ def _asked(
         stream=stream,
         usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         beam=beam,
+        form=form,
         timeout=body.timeout,
         priority=body.priority or 0,
         user=user or body.user or "",
