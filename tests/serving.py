@@ -23,6 +23,7 @@ from octavo.server.run import Server, bound
 from octavo.server.settings import ServerSettings
 from octavo.server.state import State
 from octavo.text.chat import ChatTemplate
+from octavo.text.tokenizer import _checked
 
 EOS = 256
 TEMPLATE = (
@@ -46,7 +47,7 @@ class Bytes(Pieces):
         return self.pieces[token] if token < len(self.pieces) else b""
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
-        return list(text.encode())
+        return list(_checked(text).encode())
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         skipped = self.special_ids if skip_special else frozenset()

@@ -12,7 +12,7 @@ import pytest
 from octavo.errors import ConfigError
 from octavo.server.run import check_exposure
 from octavo.server.settings import ServerSettings
-from serving import Served, scripted, served, user
+from serving import Served, scripted, served, until, user
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ANSWERS = {"fruit": "Apples, pears and plums.", "": "nothing"}
@@ -181,9 +181,11 @@ def test_a_body_that_is_too_large(server: Served) -> None:
 def test_r46_templates_that_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     """R46: 400 with the template's own words; loops and files are stopped; no template is said, not guessed."""
     strict = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
-        "{% if loop.previtem is defined and loop.previtem.role == m.role %}{{ raise_exception('Roles must alternate') }}"
-        "{% endif %}{{ m.content }}{% endfor %}"
+        "{% for m in messages %}"
+        "{% if m.role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+        "{% if loop.previtem is defined and loop.previtem.role == m.role %}"
+        "{{ raise_exception('Roles must alternate') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
     )
     cases: list[tuple[str | None, list[dict[str, Any]], str]] = [
         (strict, [{"role": "system", "content": "x"}, *user("y")], "System role not supported"),
@@ -258,6 +260,7 @@ def test_keys(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
             for key in keys:
                 good = own.post(TEXT, {"prompt": "<fruit>"}, headers={"Authorization": f"Bearer {key}"})
                 assert good.status_code == 200
+            until(lambda: len([r for r in caplog.records if r.name == "octavo.access"]) == 2)
         lines = [json.loads(r.message) for r in caplog.records if r.name == "octavo.access"]
         assert [line["user"] for line in lines] == ["alice", "bob"]
         assert lines[0]["prompt_tokens"] == 7 and lines[0]["completion_tokens"] == 16
@@ -337,8 +340,6 @@ def test_bad_settings(given: dict[str, Any]) -> None:
 
 def test_r52_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """R52: stable names; used, cached and free apart; gauges go back to zero, counters never fall."""
-    from serving import until
-
     with scripted({"long": "x" * 500}, monkeypatch) as (llm, _, steps), served(llm) as own:
 
         def blocks(state: str) -> float:

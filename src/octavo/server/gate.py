@@ -9,6 +9,7 @@ import secrets
 import time
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.server.errors import ApiError, as_api_error
@@ -81,7 +82,8 @@ class Gate:
             if message["type"] == "http.request":
                 read += len(message.get("body", b""))
                 if read > most:
-                    raise _too_large(most)
+                    # The framework takes other exceptions here for a body that cannot be read.
+                    raise HTTPException(413, str(_too_large(most)))
             return message
 
         return limited
