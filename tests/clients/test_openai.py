@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from process import ServerProcess
 
@@ -84,6 +84,8 @@ def test_cached_tokens_are_told(client: openai.OpenAI, model: str) -> None:
 
 
 class Weather(BaseModel):
+    model_config = ConfigDict(extra="forbid")  # a random model would make use of the freedom
+
     sky: Literal["clear", "cloudy", "rain"]
     windy: bool
     degrees: Literal[-5, 10, 25]

@@ -135,6 +135,9 @@ class OutputParser:
                 function = {"name": piece.name, "arguments": ""}
                 id = f"call_{secrets.token_hex(12)}"
                 calls.append({"index": piece.index, "id": id, "type": "function", "function": function})
+            elif calls and calls[-1]["index"] == piece.index:
+                # One delta a call: clients take the first chunk's list as it is, and a second entry for another call.
+                calls[-1]["function"]["arguments"] += piece.text
             else:
                 calls.append({"index": piece.index, "function": {"arguments": piece.text}})
         return Parsed(content, reasoning, tuple(calls))
