@@ -11,6 +11,7 @@
 
 #include "isa.h"
 #include "move.h"
+#include "probe.h"
 #include "program.h"
 #include "sample.h"
 
@@ -169,6 +170,18 @@ void score_tokens(Cpu& cpu, Array2<float> logits, Array<int32_t> targets, Out<in
     score(cpu.threads, cpu.sampling, logits.data(), R, V, targets.data(), out);
 }
 
+double read_rate(Array<uint8_t> data, int threads) {
+    require(data.shape(0) > 0, "there is nothing to read");
+    nb::gil_scoped_release release;
+    return probe_read(data.data(), int64_t(data.shape(0)), threads);
+}
+
+double fma_rate(int64_t iterations, int threads) {
+    require(iterations > 0, "iterations must be positive");
+    nb::gil_scoped_release release;
+    return probe_fma(iterations, threads);
+}
+
 void bind_program(nb::module_& m) {
     using namespace nb::literals;
     using Floats = std::optional<Array<float>>;
@@ -229,4 +242,6 @@ NB_MODULE(OCTAVO_MODULE, m) {
         .def_ro("nbytes", &Weight::nbytes);
     bind_program(m);
     m.def("uniform", &uniform);
+    m.def("probe_read", read_rate, "data"_a.noconvert(), "threads"_a);
+    m.def("probe_fma", fma_rate, "iterations"_a, "threads"_a);
 }
