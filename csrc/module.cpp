@@ -47,13 +47,20 @@ Extent extent(const std::string& name) {
 
 Vector vector_of(const Array<float>& a) { return Vector(a.data(), a.data() + a.shape(0)); }
 
-std::shared_ptr<Weight> pack_weight(Cpu& cpu, const std::string& type, Array<uint8_t> raw, int64_t N, int64_t K) {
+std::shared_ptr<Weight> pack_weight(Cpu& cpu, const std::string& type, Array<uint8_t> raw, int64_t N, int64_t K,
+                                    nb::object read) {
     require(N > 0 && K > 0, "a weight needs positive numbers of rows and columns");
     require(int64_t(raw.shape(0)) == raw_bytes(type.c_str(), N, K), "a weight's bytes do not match its shape and type");
+    std::function<void(int64_t)> told;
+    if (!read.is_none())
+        told = [&read](int64_t bytes) {
+            nb::gil_scoped_acquire acquire;
+            read(bytes);
+        };
     nb::gil_scoped_release release;
     std::lock_guard lock(cpu.busy);
     FloatMode mode;
-    return std::shared_ptr<Weight>(pack(type.c_str(), raw.data(), N, K, cpu.threads));
+    return std::shared_ptr<Weight>(pack(type.c_str(), raw.data(), N, K, cpu.threads, told));
 }
 
 nb::object run_program(Program& program, Array<int32_t> tokens, Array<int32_t> positions, Array<int32_t> starts,
@@ -232,7 +239,7 @@ NB_MODULE(OCTAVO_MODULE, m) {
              [](Cpu* self, int threads, bool exact) { new (self) Cpu(threads, exact ? Mode::exact : Mode::fast); },
              "threads"_a, "exact"_a)
         .def_prop_ro("threads", [](Cpu& cpu) { return cpu.threads.count(); })
-        .def("pack", pack_weight)
+        .def("pack", pack_weight, "type"_a, "raw"_a, "rows"_a, "cols"_a, "read"_a = nb::none())
         .def("move", move, "source"_a.noconvert(), "target"_a.noconvert(), "pairs"_a)
         .def("sample", sample_tokens)
         .def("score", score_tokens);

@@ -92,7 +92,9 @@ def test_progress_counts_every_byte(llama: Assembled) -> None:
 def test_a_bad_tensor_is_named(llama: Assembled) -> None:
     def load(**changes: Tensor | None) -> None:
         tensors: dict[str, Any] = {**llama.tensors, **{k.replace("__", "."): v for k, v in changes.items()}}
-        decoder.load_weights(ReferenceBackend(), Assembled(llama.spec, {k: v for k, v in tensors.items() if v}))
+        decoder.load_weights(
+            ReferenceBackend(), Assembled(llama.spec, tiny.Tensors({k: v for k, v in tensors.items() if v}))
+        )
 
     with pytest.raises(ModelError, match=r"layers\.1\.down is missing"):
         load(layers__1__down=None)

@@ -116,6 +116,7 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
     backend = make_backend(config)
     packed = (lambda done, total: progress("loading", done, total)) if progress else None
     weights = load_weights(backend, checkpoint, packed)
+    checkpoint.tensors.release()
     program = compile_model(backend, spec, weights, layout)
     # Rows of the head that no token has must never be drawn: they have no text.
     banned = range(tokenizer.vocab_size, spec.vocab)

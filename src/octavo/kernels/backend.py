@@ -161,8 +161,13 @@ class Backend(Protocol):
     def build(self) -> str:
         """A hash of what computes: two backends of one build and name give the same bytes."""
 
-    def matrix(self, type: str, data: np.ndarray, rows: int, cols: int) -> Weight:
-        """Packs a (rows, cols) weight of a GGUF/safetensors type (see loading.tensor.TYPES) from its raw bytes."""
+    def matrix(
+        self, type: str, data: np.ndarray, rows: int, cols: int, read: Callable[[int], None] | None = None
+    ) -> Weight:
+        """Packs a (rows, cols) weight of a GGUF/safetensors type (see loading.tensor.TYPES) from its raw bytes.
+
+        ``read`` may be told now and then how many of the bytes, from the first on, are needed no more.
+        """
 
     def vector(self, data: np.ndarray) -> Vector:
         """Packs a 1-D float32 array."""

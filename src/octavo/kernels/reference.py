@@ -38,7 +38,7 @@ class ReferenceBackend:
         self.dtype = np.dtype(dtype)
         self.build = f"numpy-{np.__version__}-{dtype}"
 
-    def matrix(self, type: str, data: Array, rows: int, cols: int) -> Array:
+    def matrix(self, type: str, data: Array, rows: int, cols: int, read: Callable[[int], None] | None = None) -> Array:
         return dequantize(type, data, rows, cols).astype(self.dtype)
 
     def vector(self, data: Array) -> Array:
