@@ -41,7 +41,7 @@ class Names:
         self.matrices: list[tuple[str, int, int]] = []
         self.vectors: list[np.ndarray] = []
 
-    def matrix(self, type: str, data: np.ndarray, rows: int, cols: int) -> str:
+    def matrix(self, type: str, data: np.ndarray, rows: int, cols: int, read: Any = None) -> str:
         self.matrices.append((type, rows, cols))
         return f"m{len(self.matrices)}"
 
