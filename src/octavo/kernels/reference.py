@@ -196,9 +196,10 @@ class ReferenceOps:
         return np.cos(angle) * factor, np.sin(angle) * factor
 
     def _planes_of(self, layer: int) -> tuple[Array, Array]:
-        """Views of a layer's K [pool, kv_heads, head_dim/n, block_size, n] and V [pool, kv_heads, block_size, head_dim].
+        """Views of a layer's K and V.
 
-        n dimensions of a key lie together: 2 in int8, else 1.
+        K [pool, kv_heads, head_dim/n, block_size, n], where n dimensions lie together: 2 in int8, else 1;
+        V [pool, kv_heads, block_size, head_dim].
         """
         lay, (_, i) = self.layout, self.layout.places[layer]
         together = 2 if lay.dtype == "int8" else 1
