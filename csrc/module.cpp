@@ -35,6 +35,7 @@ KVType kv_type(const std::string& name) {
     if (name == "float32") return KVType::f32;
     if (name == "float16") return KVType::f16;
     if (name == "bfloat16") return KVType::bf16;
+    if (name == "int8") return KVType::i8;
     throw std::invalid_argument("unknown KV dtype '" + name + "'");
 }
 

@@ -93,7 +93,7 @@ def play(parts: Parts, load: list[tuple[list[int], int, dict[str, Any]]], rng: r
 def test_same_bytes_on_the_kernels(seed: int, tiny_models: TinyModels) -> None:
     rng = random.Random(seed)
     family, type = MODELS[seed % len(MODELS)]
-    dtype, compute = rng.choice(["float16", "float32", "bfloat16"]), rng.choice(["fast", "exact"])
+    dtype, compute = rng.choice(["float16", "float32", "bfloat16", "int8"]), rng.choice(["fast", "exact"])
     alone = solo(tiny_models, family, type, dtype, compute)
     load = requests(rng)
     groups = 6 if family == "gemma3" else 1
@@ -125,7 +125,7 @@ def test_the_loads_are_hard(tiny_models: TinyModels) -> None:
 def test_every_way_of_cutting(family: str, type: str, compute: str, tiny_models: TinyModels) -> None:
     """R66: one prompt in chunks of 1, 7, B, B+1 and whole, in blocks of many sizes, on 1 and 2 threads."""
     prompt = tiny.prompt(150)
-    for dtype in ("float16", "float32"):
+    for dtype in ("float16", "float32", "int8"):
         want = solo(tiny_models, family, type, dtype, compute).answer(prompt, 16, prompt_logprobs=2)
         assert len(want["scores"]) == 149 and len(want["tokens"][0]) == 16
         for size in (1, 7, 16, 64):

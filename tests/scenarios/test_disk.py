@@ -74,8 +74,8 @@ def test_r69_a_long_prompt_survives_a_restart(tiny_models: TinyModels, tmp_path:
 
 @pytest.mark.parametrize(
     "change",
-    [{"kv_dtype": "float16"}, {"block_size": 8}, {"compute": "exact"}, {"isa": "scalar"}],
-    ids=lambda c: next(iter(c)),
+    [{"kv_dtype": "float16"}, {"kv_dtype": "int8"}, {"block_size": 8}, {"compute": "exact"}, {"isa": "scalar"}],
+    ids=lambda c: " ".join(map(str, *c.items())),
 )
 def test_r69_other_settings_are_a_miss(change: dict[str, Any], tiny_models: TinyModels, tmp_path: Path) -> None:
     model, prompt = tiny_models.gguf("llama", "Q8_0"), tiny.prompt(100)

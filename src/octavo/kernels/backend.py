@@ -72,6 +72,8 @@ class Ops(Protocol):
 
         ``qkv`` is [M, (heads + 2 kv_heads) * head_dim].  Keys get the same norm and rotation and are written, with
         the values, as ``layer``'s K and V at each token's slot, rounded to the KV dtype (round to nearest even).
+        For int8 the largest magnitude of each head's values, and of every 32 dimensions of its keys, over 127 is
+        rounded to bfloat16 and is then the unit; one that is not finite makes the unit NaN.
         """
 
     def attend(self, q: Value, layer: int, scale: float, window: int | None, softcap: float = 0.0) -> Value:
