@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.clock import SimulatedClock
+from octavo.core.events import Delta, Finished
 from octavo.core.params import SamplingParams
 from octavo.core.plan import DISK, Draw, Move, Plan, Row, StepResult
 from octavo.core.request import Request
@@ -140,10 +141,32 @@ class FaultyExecutor(ScriptedExecutor):
 
 
 @dataclass
+class Heard:
+    """Owns: what a user was told of a request.  Promises: an AssertionError for anything told after the final event."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # by branch
+    reasons: dict[int, str] = field(default_factory=dict)  # why a branch ended
+    final: Finished | None = None
+
+    def __call__(self, event: Delta | Finished) -> None:
+        if self.final is not None:
+            raise AssertionError(f"{event} after the final event")
+        if isinstance(event, Finished):
+            self.final = event
+            return
+        if event.branch in self.reasons:
+            raise AssertionError(f"{event} after the branch's end")
+        self.tokens.setdefault(event.branch, []).extend(event.tokens)
+        if event.finish_reason is not None:
+            self.reasons[event.branch] = event.finish_reason
+
+
+@dataclass
 class Asked:
     """A request in flight, what is to come of it, and what to do then."""
 
     request: Request
+    heard: Heard
     prompt: list[int]
     most: int
     state: SessionState | None = None  # whose text it continues
@@ -244,16 +267,16 @@ class Era:
 
     def _advance(self) -> None:
         self.clock.advance(0.1)
-        if not self.engine.busy:
+        if self.engine.busy:
+            self.engine.step()
+            self.tally.steps += 1
+            if self.tally.steps % self.audit_every == 0:
+                audit(self.kv)
+        else:
             self.engine.reap()
-            return
-        self.engine.step()
-        self.tally.steps += 1
-        if self.tally.steps % self.audit_every == 0:
-            audit(self.kv)
-        done = [a for a in self.asked if a.request.finished]
+        done = [a for a in self.asked if a.heard.final is not None]  # without a step too: an abort ends a request
         if done:
-            self.asked = [a for a in self.asked if not a.request.finished]
+            self.asked = [a for a in self.asked if a.heard.final is None]
             for asked in done:
                 self._judge(asked)
 
@@ -307,22 +330,23 @@ class Era:
     def _ask(self) -> None:
         rng = self.rng
         prompt, most = self._prompt(), rng.choice([1, 3, 8, 20])
-        params = self._params(most, rng.choice([1, 1, 1, 2, 4]))
+        params, heard = self._params(most, rng.choice([1, 1, 1, 2, 4])), Heard()
         request = self.intake.request(
             prompt,
             params,
             priority=rng.randrange(3),
             user=rng.choice("abc"),
             cache_salt=rng.choice([None, None, "x"]),
+            sink=heard,
         )
         self.engine.add(request)
-        self.asked.append(Asked(request, prompt, most))
+        self.asked.append(Asked(request, heard, prompt, most))
 
     def _ask_beams(self) -> None:
-        prompt, most = self._prompt(), self.rng.choice([1, 3, 6])
-        request = self.intake.beam_search(prompt, width=self.rng.choice([1, 2, 4]), max_tokens=most)
+        prompt, most, heard = self._prompt(), self.rng.choice([1, 3, 6]), Heard()
+        request = self.intake.beam_search(prompt, width=self.rng.choice([1, 2, 4]), max_tokens=most, sink=heard)
         self.engine.add(request)
-        self.asked.append(Asked(request, prompt, most))
+        self.asked.append(Asked(request, heard, prompt, most))
         self.tally.add("beam searches")
 
     def _use_session(self) -> None:
@@ -339,9 +363,9 @@ class Era:
         if what < 0.45:
             if not state.tokens:
                 return
-            most, prompt = rng.choice([1, 3, 8]), list(state.tokens)
-            request = state.begin(self._params(most))
-            self.asked.append(Asked(request, prompt, most, state))
+            most, prompt, heard = rng.choice([1, 3, 8]), list(state.tokens), Heard()
+            request = state.begin(self._params(most), sink=heard)
+            self.asked.append(Asked(request, heard, prompt, most, state))
         elif what < 0.65:
             state.append(self._ids(rng.randint(1, 6)))
         elif what < 0.75:
@@ -363,12 +387,14 @@ class Era:
 
     def _judge(self, asked: Asked) -> None:
         """Every request ends with its right answer, or with the fault that was injected into it."""
-        request = asked.request
+        request, heard = asked.request, asked.heard
         if asked.state is not None:
             asked.state.end(request)
+        if request.beams is None and sorted(heard.reasons) != sorted(s.branch for s in request.branches):
+            raise AssertionError(f"{request.id}: heard of the ends of branches {heard.reasons} of {request.branches}")
         if request.error is not None:
-            if request.error != "injected":
-                raise AssertionError(f"{request.id} failed: {request.error}")
+            if request.error != "injected" or heard.final != Finished(request.id, "injected"):
+                raise AssertionError(f"{request.id} failed: {request.error}; heard {heard.final}")
             return
         if request.beams is not None:
             if not asked.aborted:
@@ -383,6 +409,9 @@ class Era:
             tokens = list(sequence.output()) if asked.state is None else self._of_session(asked)
             if tokens != want_tokens[: len(tokens)] or (len(tokens) < asked.most and not asked.aborted):
                 raise AssertionError(f"{request.id}, branch {sequence.branch}: {tokens} is not {want_tokens}")
+            told = heard.tokens.get(sequence.branch, [])
+            if told != tokens and not (asked.state is not None and asked.aborted):  # a session cut short goes back
+                raise AssertionError(f"{request.id}, branch {sequence.branch}: {tokens}, but told {told}")
         if not asked.aborted and len(request.branches) != request.params.branches:
             raise AssertionError(f"{request.id}: {len(request.branches)} branches of {request.params.branches}")
 
