@@ -25,7 +25,7 @@ SEEDS = (1, 2, 3, 4)
 WANTED = (
     "aborted", "beam searches", "blocks read from disk", "blocks written to disk", "cache resets", "cached tokens",
     "copies", "disk moves lost", "evictions", "failed", "finished", "forced preemptions", "preemptions", "refused",
-    "rewinds", "row errors", "session forks", "sessions", "swaps",
+    "rewinds", "row errors", "scored", "session forks", "session scores", "sessions", "swaps",
 )  # fmt: skip
 
 
