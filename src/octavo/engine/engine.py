@@ -74,8 +74,8 @@ class Engine:
 
     def add(self, request: Request, parent: Sequence | None = None) -> None:
         """Take a request that intake has found able to run; ``parent``: a session's sequence to start from."""
+        self.requests[request.number] = request  # first of all: should anything fail from here on, it is heard of
         self.reap()
-        self.requests[request.number] = request
         self.counters.prompt_tokens += len(request.prompt)
         sequence = self._branch(request, 0, request.prompt[:])
         if request.beams is not None:

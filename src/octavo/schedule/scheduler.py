@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from octavo.core.plan import NO_TOKENS, Draw, Plan, Row
 from octavo.core.sequence import Sequence, State
 from octavo.paging.draft import Draft
-from octavo.paging.fetch import fetch, fetchable
+from octavo.paging.fetch import fetch, fetchable, fetched_keys
 from octavo.paging.kv import KV, Match
 from octavo.paging.miss import explain
 from octavo.schedule.policies import Policy, Rank
@@ -118,10 +118,12 @@ class Scheduler:
     # ---- committing ------------------------------------------------------------------------------------------------
 
     def commit(self, decision: Decision, step: int, draws: Draws) -> Plan:
-        """Releases, then attaches, then extends, each in the order of the decision; the draft has counted it all."""
+        """Fetches, releases, attaches, extends, each in the order of the decision; the draft has counted it all."""
         kv = self.kv
         for _, match in decision.attached:  # first: a victim's blocks that go to the host tier push others out of it
             kv.pin(match)
+        for sequence, found, blocks in decision.fetches:  # before victims save in the host tier what finds room there
+            kv.request(fetch(kv, sequence, found, blocks))
         for victim in decision.victims:
             self.preempt(victim)
         restored = {s.number: True for s, match in decision.attached if match.saved is not None}
@@ -139,8 +141,6 @@ class Scheduler:
             if not sequence.preemptions:  # blocks that it computed itself before are no hits
                 sequence.cached += match.length - match.start
             sequence.computed = match.length
-        for sequence, found, blocks in decision.fetches:
-            kv.request(fetch(kv, sequence, found, blocks))
         rows = []
         for sequence, start, stop in decision.rows:
             kv.extend(sequence, start, stop)
@@ -203,6 +203,7 @@ class _Round:
         self.active = sum(not s.parked for s in self.running)  # before `end`, those that compute
         self.left = budget
         self.computing: dict[bytes, bool] = {}  # keys of the blocks that this step's rows compute
+        self.coming: dict[bytes, bool] = {}  # keys of the blocks that this step asks the disk for
         self.awaiting = 0  # deferred ones that will want to run when the blocks are there
         self.promised = 0  # blocks that admitted prompts will still need
         self.decoding = sum(s.decoding for s in self.running)  # decodes at or after the cursor
@@ -251,7 +252,7 @@ class _Round:
             if match is not None and self.draft.attach_cost(sequence, match) > self.draft.free:
                 match = None
             start = match.length if match else start
-            if self._on_disk(sequence, match):
+            if self._on_disk(sequence, match) or (match is not None and not self.draft.pinnable(match)):
                 return
             if self._computed_elsewhere(sequence, start):
                 self.decision.deferred += 1
@@ -347,9 +348,13 @@ class _Round:
 
     def _on_disk(self, sequence: Sequence, match: Match | None) -> bool:
         """Whether what follows a hit is on disk or on its way from there; then the sequence waits for it."""
-        blocks = fetchable(self.kv, sequence, match)
+        room = self.draft.host_free // self.kv.groups
+        blocks = fetchable(self.kv, sequence, match, room, self.coming)
         if blocks > 0:
             self.decision.fetches.append((sequence, match, blocks))
+            self.draft.fetch(blocks)
+            for key in fetched_keys(self.kv, sequence, match, blocks):
+                self.coming[key] = True
         return blocks != 0
 
     def _note_computing(self, sequence: Sequence, start: int, stop: int) -> None:
@@ -369,8 +374,7 @@ class _Round:
         victims = self.decision.victims
         if victims and self.rank(victims[-1]) < self.rank(sequence):
             return False  # nobody takes the place of one that has just lost it
-        running = self.active + len(self.decision.admitted) + self.awaiting
-        if running >= self.scheduler.max_running and not self._outranks_victim(sequence):
+        if self._full(self.awaiting) and not self._outranks_running(sequence):
             return False
         if not self._room() or (self.decision.rows and self.left <= self.decoding):
             return False
@@ -379,14 +383,15 @@ class _Round:
         if self._on_disk(sequence, match):
             self.awaiting += 1
             return True
+        if match is not None and not self.draft.pinnable(match):
+            return False  # a fetch of this step takes its place in the host tier
         if self._computed_elsewhere(sequence, start):
             self.decision.deferred += 1
             self.awaiting += 1
             return True
-        while not self._admissible(sequence, match) or self.active + len(self.decision.admitted) >= (
-            self.scheduler.max_running
-        ):
-            if not (self._outranks_victim(sequence) and self._take_victim()):
+        while (full := self._full()) or not self._admissible(sequence, match):
+            outranks = self._outranks_running if full else self._outranks_victim
+            if not (outranks(sequence) and self._take_victim()):
                 return False
         attached = 0
         if match is not None:
@@ -401,14 +406,27 @@ class _Round:
         self._serve(sequence, start, stop, attached)
         return True
 
+    def _full(self, awaiting: int = 0) -> bool:
+        """Whether as many sequences compute as may."""
+        return self.active + len(self.decision.admitted) + awaiting >= self.scheduler.max_running
+
+    def _outranks_running(self, sequence: Sequence) -> bool:
+        """Whether the sequence may take the place of the worst one that computes; parked ones have none to give."""
+        behind = self.running[self.next : self.end]
+        worst = next((s for s in reversed(behind) if not s.parked), None)
+        return worst is not None and self._outranks(sequence, worst)
+
     def _outranks_victim(self, sequence: Sequence) -> bool:
         """Whether the sequence may push out the worst running one behind the cursor."""
         if self.end <= self.next:
             return self._parked_ahead() is not None
+        return self._outranks(sequence, self.running[self.end - 1])
+
+    def _outranks(self, sequence: Sequence, victim: Sequence) -> bool:
         if not self.decision.rows and all(s.parked for s in self.running[: self.next]):
             return True  # the best-ranked of all that have something to compute
         level = self.scheduler.policy.level
-        return level(sequence) < level(self.running[self.end - 1])
+        return level(sequence) < level(victim)
 
     def _admissible(self, sequence: Sequence, match: Match | None) -> bool:
         """Whether all its known tokens fit beside a spare block for each that runs; alone, whether a token fits."""
