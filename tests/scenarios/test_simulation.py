@@ -19,9 +19,9 @@ from octavo.sim.world import simulate
 
 SEEDS = (1, 2, 3, 4)
 WANTED = (
-    "aborted", "accepted tokens", "beam searches", "blocks read from disk", "blocks written to disk", "cache resets", "cached tokens",
-    "copies", "disk moves lost", "drafted tokens", "evictions", "failed", "finished", "forced preemptions", "preemptions", "refused",
-    "rewinds", "row errors", "session forks", "sessions", "swaps",
+    "aborted", "accepted tokens", "beam searches", "blocks read from disk", "blocks written to disk", "cache resets",
+    "cached tokens", "copies", "disk moves lost", "drafted tokens", "evictions", "failed", "finished",
+    "forced preemptions", "preemptions", "refused", "rewinds", "row errors", "session forks", "sessions", "swaps",
 )  # fmt: skip
 
 
