@@ -1,8 +1,9 @@
 """Same request, same bytes: whatever load it runs in, a request's answer is the one that it gets alone.
 
 Loads are drawn by seed: pools that force preemption, chunks, block sizes, windows, forks, aborts, priorities, salts,
-scoring, arrivals in the middle, drafts right and wrong, a hash that collides.  The scripted executor's next token depends on every token of the
-prefix as the blocks hold it, so a block that is shared, copied, evicted or published wrongly changes the answer.
+scoring, arrivals in the middle, drafts right and wrong, a hash that collides.  The scripted executor's next token
+depends on every token of the prefix as the blocks hold it, so a block that is shared, copied, evicted or published
+wrongly changes the answer.
 """
 
 from __future__ import annotations

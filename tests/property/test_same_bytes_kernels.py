@@ -1,7 +1,8 @@
 """Same request, same bytes, on the real kernels: tokens and log-probabilities are equal (==) to the request's alone.
 
 Each load is drawn: the model, how K and V are stored, block and chunk sizes, one or two threads, a pool that forces
-preemption, arrivals, forks, aborts, scoring, drafts; the request alone runs in one chunk on one thread with caching off.
+preemption, arrivals, forks, aborts, scoring, drafts; the request alone runs in one chunk on one thread with caching
+off.
 """
 
 from __future__ import annotations
