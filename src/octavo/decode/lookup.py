@@ -18,7 +18,7 @@ SIZES = (4, 3, 2)  # tokens of the runs that are remembered, the longest looked 
 COST = 0.3
 
 # (length of a match, how likely the token that followed it comes next), until a sequence has shown better.
-LEVELS = ((2, 0.1), (3, 0.25), (4, 0.4), (8, 0.7), (16, 0.85))
+LEVELS = ((2, 0.3), (3, 0.5), (4, 0.65), (8, 0.85), (16, 0.9))
 WEIGHT = 0.15  # of the latest token in what a sequence has shown
 
 
