@@ -49,6 +49,7 @@ def drawn_rig(rng: random.Random, windows: tuple[int | None, ...], size: int, fi
         windows=windows,
         max_running=rng.choice([1, 2, 5, 64]),
         policy=rng.choice(POLICIES),
+        drafts=rng.choice([0, 0, 5]),
     )
 
 
@@ -156,6 +157,7 @@ def test_same_bytes_in_sessions(seed: int) -> None:
         windows=windows,
         budget=rng.choice([2, 16]),
         policy=rng.choice(POLICIES),
+        drafts=rng.choice([0, 3, 8]),
         context=40,
     )
     drawn_swap(rng, rig)

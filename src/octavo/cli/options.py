@@ -51,6 +51,7 @@ ENGINE = (
     Flag("preempt", "auto, swap or recompute: how a request that has to wait gets its blocks back", "HOW"),
     Flag("kv_disk", 'disk for computed prefixes, such as "8GiB"; they survive a restart', "SIZE"),
     Flag("kv_disk_path", "where they lie (default: in the cache folder)", "DIR"),
+    Flag("speculate", "draft up to N tokens a step by prompt lookup: faster where answers repeat their prompt", "N"),
     Flag("backend", "cpu, or reference (NumPy, slow: the definition of right)", "NAME"),
     Flag("audit", "recount all blocks after each step (slow, for debugging)"),
 )

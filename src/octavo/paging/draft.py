@@ -39,6 +39,15 @@ class Draft:
         for table, b in copies:
             self._change(table.ids[b], -1)
 
+    def lengthen(self, stop: int, end: int) -> int:
+        """Let a row that ends at ``stop``, the end of its sequence's blocks, go on to ``end`` or as far as blocks are
+        free; returns how far."""
+        size, groups = self.kv.block_size, self.kv.groups
+        have = -(-stop // size)
+        blocks = min(-(-end // size) - have, self.free // groups)
+        self.free -= blocks * groups
+        return min(end, (have + blocks) * size)
+
     def _needs(
         self, sequence: Sequence, start: int, stop: int, attached: int
     ) -> tuple[int, Seq[tuple[BlockTable, int]]]:

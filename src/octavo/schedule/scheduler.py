@@ -6,6 +6,7 @@ reads its prompt or comes back after preemption.
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from octavo.paging.kv import KV, Match
 from octavo.paging.miss import explain
 from octavo.schedule.policies import Policy, Rank
 
-Draws = Callable[[Sequence], tuple[Draw, ...]]
+Draws = Callable[[Sequence, "array[int]"], tuple[Draw, ...]]  # of a sequence's end, and of drafts behind it
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class Decision:
     victims: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     attached: list[tuple[Sequence, Match]] = field(default_factory=list)
-    rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # sequence, first position, end position
+    rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # sequence, first position, end with drafts
     fetches: list[tuple[Sequence, Match | None, int]] = field(default_factory=list)  # blocks to bring from disk
     deferred: int = 0  # sequences that wait for a block which another row computes in this step
 
@@ -150,9 +151,15 @@ class Scheduler:
                 sequence.miss = explain(kv, sequence, start)
             sequence.served = step
             row = self._row(sequence, start, stop, draws)
-            self.policy.served(sequence, stop - start, len(row.draws))
+            self.policy.served(sequence, stop - start - row.drafts, len(row.draws) - row.drafts)
             rows.append(row)
         return Plan(step, kv.drain(), tuple(rows))
+
+    def verified(self, sequence: Sequence, right: int) -> None:
+        """A step is over that let a sequence verify drafts: ``right`` of them are its tokens now."""
+        self.policy.served(sequence, right, right)
+        if sequence.state is State.RUNNING:
+            self.kv.trim(sequence.number, sequence.computed)
 
     def preempt(self, victim: Sequence) -> None:
         """Take a running sequence's blocks; it waits for its turn by rank."""
@@ -170,7 +177,8 @@ class Scheduler:
 
     def _row(self, sequence: Sequence, start: int, stop: int, draws: Draws) -> Row:
         tokens = sequence.tokens
-        last = stop == len(tokens)
+        drafts = sequence.drafts[: max(0, stop - len(tokens))]
+        last = stop >= len(tokens)
         targets, score = NO_TOKENS, -1
         if sequence.scoring:
             targets = tokens[start + 1 : min(stop + 1, sequence.prompt_length)]
@@ -178,11 +186,12 @@ class Scheduler:
         return Row(
             sequence.number,
             start,
-            tokens[start:stop],
+            tokens[start:stop] + drafts,
             self.kv.tables(sequence.number),
-            draws(sequence) if last else (),
+            draws(sequence, drafts) if last else (),
             targets,
             score,
+            len(drafts),
         )
 
 
@@ -239,6 +248,7 @@ class _Round:
             if sequence.decoding:
                 self.decoding -= 1
             self._continue(sequence)
+        self._take_drafts()
         return self.decision
 
     # ---- running sequences -----------------------------------------------------------------------------------------
@@ -269,6 +279,16 @@ class _Round:
             stop = self._fitting(sequence, start, limit, attached)
         if stop > start:
             self._serve(sequence, start, stop, attached)
+
+    def _take_drafts(self) -> None:
+        """Decodes verify drafts with the tokens and blocks that nobody else has asked for in this step."""
+        if self.decision.victims:
+            return
+        for i, (sequence, start, stop) in enumerate(self.decision.rows):
+            if sequence.drafts and sequence.decoding and self.left > 0:
+                end = self.draft.lengthen(stop, stop + min(len(sequence.drafts), self.left))
+                self.left -= end - stop
+                self.decision.rows[i] = sequence, start, end
 
     def _room(self) -> bool:
         """Whether budget is left; the first row of a step always has it."""

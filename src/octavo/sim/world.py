@@ -26,7 +26,8 @@ from octavo.paging.audit import audit, audit_idle
 from octavo.paging.kv import KV
 from octavo.schedule.budget import TokenBudget
 from octavo.schedule.policies import POLICIES
-from octavo.sim.executors import ScriptedExecutor, mixed, prefix_hash
+from octavo.sim.executors import ScriptedExecutor, logprobs_of, mixed, prefix_hash
+from octavo.sim.guesses import Guesses
 from octavo.sim.oracle import VOCAB, Heard, Oracle
 
 CONTEXT = 60
@@ -47,6 +48,7 @@ class Settings:
     budget: int
     max_running: int
     prefix_cache: bool
+    drafts: int
     row_errors: float
     lost_moves: float
     aborts: float
@@ -67,6 +69,7 @@ class Settings:
             budget=rng.choice([1, 3, 8, 64]),
             max_running=rng.choice([1, 4, 64]),
             prefix_cache=rng.random() < 0.9,
+            drafts=rng.choice([0, 2, 6]),
             row_errors=rng.choice([0.0, 0.0, 0.002]),
             lost_moves=rng.choice([0.0, 0.1, 0.5]),
             aborts=rng.choice([0.0, 0.01]),
@@ -94,11 +97,11 @@ class FaultyExecutor(ScriptedExecutor):
     """Fails rows, loses and delays moves to and from disk, all by chance."""
 
     def __init__(self, settings: Settings, rng: random.Random, files: Files, tally: Tally) -> None:
-        reach = None if None in settings.windows else max(w for w in settings.windows if w is not None)
+        self.reach = None if None in settings.windows else max(w for w in settings.windows if w is not None)
         super().__init__(
             settings.pool,
             settings.block_size,
-            prefix_hash(VOCAB, reach),
+            prefix_hash(VOCAB, self.reach),
             settings.windows,
             self._row_fails,
             settings.swap,
@@ -180,6 +183,7 @@ class Era:
             max_running=s.max_running,
             clock=self.clock,
             swap_pays=self._swap_pays,
+            drafter=Guesses(prefix_hash(VOCAB, self.executor.reach), s.drafts) if s.drafts else None,
         )
         self.intake = Intake(
             tokenizer=None,
@@ -251,7 +255,8 @@ class Era:
         self.engine.reap()
         audit_idle(self.kv)
         counters = self.engine.counters
-        for name in ("preemptions", "copies", "evictions", "cached_tokens", "failed", "aborted", "finished"):
+        names = ("preemptions", "copies", "evictions", "cached_tokens", "failed", "aborted", "finished")
+        for name in (*names, "drafted_tokens", "accepted_tokens"):
             self.tally.add(name.replace("_", " "), getattr(counters, name))
         self.tally.add("swaps", self.engine.scheduler.swaps)
         self.engine.close()
