@@ -134,25 +134,25 @@ def test_masks_depend_on_the_tokens_alone(guides: Guides, tokenizer: Tokenizer) 
     for at, token in enumerate(ids):
         fresh = form.matcher(0)
         for earlier in ids[:at]:
-            assert not fresh.advance(earlier)
+            fresh.advance(earlier)
         twin = one.fork()
-        assert one.begin().bits() == fresh.begin().bits() == twin.begin().bits()
-        assert token in allowed(one.begin().bits())
-        if one.advance(token):
-            assert at == len(ids) - 1
+        assert one.mask().bits() == fresh.mask().bits() == twin.mask().bits()
+        assert token in allowed(one.mask().bits())
+        one.advance(token)
+    assert allowed(one.mask().bits()) == set(tokenizer.eos_ids)
 
 
 def test_only_tokens_that_have_text_are_allowed(guides: Guides, tokenizer: Tokenizer) -> None:
-    mask = allowed(guides.compile(Guide.regex(r"(?s:.*)")).matcher(0).begin().bits())
+    mask = allowed(guides.compile(Guide.regex(r"(?s:.*)")).matcher(0).mask().bits())
     assert tokenizer.bos_id not in mask and set(tokenizer.eos_ids) <= mask
     assert all(i < tokenizer.vocab_size for i in mask)
 
 
 def test_a_token_that_was_not_allowed_is_an_error_of_the_next_mask(guides: Guides, tokenizer: Tokenizer) -> None:
     matcher = guides.compile(Guide.regex("a")).matcher(0)
-    assert not matcher.advance(tokenizer.encode_inside("b")[0])
+    matcher.advance(tokenizer.encode_inside("b")[0])
     with pytest.raises(EngineError, match="guide"):
-        matcher.begin().bits()
+        matcher.mask().bits()
 
 
 def test_without_an_end_token_there_are_no_guides(tokenizer: Tokenizer) -> None:
@@ -170,3 +170,17 @@ def test_without_llguidance_the_error_says_what_to_install(
     monkeypatch.setattr("importlib.import_module", without)
     with pytest.raises(RequestError, match=r"pip install octavo\[server\]"):
         Guides(tokenizer, tokenizer.eos_ids).compile(Guide.regex("a"))
+
+
+def test_a_choice_is_written_in_the_tokenizers_own_way(guides: Guides, tokenizer: Tokenizer) -> None:
+    """No first letter decides for a text that the model would write with other tokens."""
+    texts = ["the", "this", "the other"]
+    matcher = guides.compile(Guide.choice(texts)).matcher(0)
+    written = [tokenizer.encode_inside(text) for text in texts]
+    assert allowed(matcher.mask().bits()) == {ids[0] for ids in written}
+    for token in written[0]:
+        matcher.advance(token)
+    assert set(tokenizer.eos_ids) < allowed(matcher.mask().bits())
+    matcher.advance(written[1][0])
+    with pytest.raises(EngineError, match="choice"):
+        matcher.mask().bits()
