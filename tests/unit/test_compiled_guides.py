@@ -86,6 +86,7 @@ def test_a_guide_is_asked_for_by_its_type() -> None:
         Guide.json("[" * 100_000),
         Guide.regex("("),
         Guide.regex("(?=a)b"),
+        Guide.regex("[a&&b]"),
         Guide.regex("\ud800"),
         Guide.lark("start: nothing"),
         Guide.lark("rule: 'a'"),
@@ -93,7 +94,7 @@ def test_a_guide_is_asked_for_by_its_type() -> None:
         Guide("choice", "5"),
         Guide("choice", "[]"),
     ],
-    ids=range(18),
+    ids=range(19),
 )
 def test_r48_a_bad_guide_is_refused_with_a_reason(guide: Guide, guides: Guides) -> None:
     with pytest.raises(RequestError, match=r"^guide: .{15}") as caught:

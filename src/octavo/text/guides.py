@@ -8,7 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from octavo.core.guide import Guide
@@ -52,7 +52,10 @@ class Guides:
             return Form(_Choices(rows, self.ends, self._tokenizer.vocab_size), self)
         try:
             matcher = self._library.LLMatcher(self._tokens, self._grammar(guide), log_level=0)
+            first = b"" if matcher.is_error() else matcher.compute_bitmask()  # some are too complex for even that
             error = matcher.get_error()
+            if error.startswith("NoExtension") or not (error or any(first)):
+                error = "nothing fulfils it"
         except ValueError as wrong:  # of text that is no Unicode, say
             error = str(wrong)
         if error:
@@ -98,7 +101,7 @@ class _Tokens:
         self.bos_token_id = tokenizer.bos_id
         self.tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size)]
         self.special_token_ids = sorted(tokenizer.special_ids)
-        self._encode = tokenizer.encode_inside
+        self._encode = lru_cache(4096)(tokenizer.encode_inside)  # the same few texts come again and again
 
     def __call__(self, text: str | bytes) -> list[int]:
         """What the guide leaves no choice about is written in the model's own tokens."""
