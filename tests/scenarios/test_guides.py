@@ -17,6 +17,8 @@ from engines import answer
 from octavo.core.guide import Guide
 from octavo.core.request import Request
 from octavo.engine.build import Parts
+from octavo.errors import EngineError
+from octavo.text.guides import Matcher
 from octavo.text.tools import FORMATS, CallArguments, CallStart, TextPiece
 
 PERSON = {
@@ -201,6 +203,28 @@ def test_a_guide_that_leaves_nothing_is_its_requests_error(tiny_models: TinyMode
         real.finish(parts)
         assert stuck.error is not None and "banned" in stuck.error
         assert other.error is None and len(other.branches[0].output()) == 8
+
+
+def test_a_guide_that_grows_too_complex_is_its_requests_error(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some grammars only show on the way that no limit holds them; whoever runs beside them goes on."""
+    with real.engine(tiny_models.folder("llama")) as parts:
+        alone = real.add(parts, tiny.prompt(30), 20)
+        real.finish(parts)
+        compute = Matcher._compute
+
+        def fails(matcher: Matcher) -> bytes:
+            if matcher._count == 5:
+                raise EngineError("the guide cannot be followed: it grew")
+            return compute(matcher)
+
+        monkeypatch.setattr(Matcher, "_compute", fails)
+        wild = guided(parts, Guide.json(PERSON))
+        other = real.add(parts, tiny.prompt(30), 20)
+        real.finish(parts)
+        assert wild.error is not None and "the guide cannot be followed" in wild.error
+        assert answer(other) == answer(alone)
 
 
 # ---- the promise: same request, same bytes -------------------------------------------------------------------------
