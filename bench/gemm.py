@@ -2,10 +2,10 @@
 
     python bench/gemm.py [--type Q4_1 --type F32 ...] [--shape 576x1536 ...] [--rows 1 --rows 64 ...] [--isa NAME]
 
-A shape is columns x rows of W (K x N).  Each product runs against as many different matrices as no cache holds.  Figures
-are shares: for one row of the read bandwidth (bytes of packed weights over the time, against a plain read of memory),
-for several of what float fma reaches in registers (two operations a weight and row; the integer products of the fast
-path may pass 100 %).  All are measured in turn, round by round; medians are printed.  Exits with 1 if a figure is
+A shape is columns x rows of W (K x N).  Each product runs against as many different matrices as no cache holds.
+Figures are shares: for one row of the read bandwidth (bytes of packed weights over the time, against a plain read of
+memory), for several of what float fma reaches in registers (two operations a weight and row; the integer products of
+the fast path may pass 100 %).  All are measured in turn, round by round; medians are printed.  Exits with 1 if a figure is
 missed.
 """
 

@@ -140,13 +140,13 @@ void sample_tokens(Cpu& cpu, Array2<float> logits, Array<int32_t> row, Array<flo
                    Array<float> frequency, Array<uint64_t> seed, Array<int32_t> branch, Array<int32_t> position,
                    Array<int32_t> logprobs, Array<int32_t> bias_offsets, Array<int32_t> bias_ids,
                    Array<float> bias_values, Array<int32_t> history_offsets, Array<int32_t> history_ids,
-                   Array<int32_t> history_counts, Out<int32_t> token, Out<float> logprob, Out<int32_t> rank,
-                   Out2<int32_t> top_ids, Out2<float> top_logprobs) {
+                   Array<int32_t> history_counts, Array<int32_t> mask, Array2<uint32_t> masks, Out<int32_t> token,
+                   Out<float> logprob, Out<int32_t> rank, Out2<int32_t> top_ids, Out2<float> top_logprobs) {
     size_t n = row.shape(0);
     int64_t R = int64_t(logits.shape(0)), V = int64_t(logits.shape(1));
     for (size_t length : {temperature.shape(0), top_k.shape(0), top_p.shape(0), min_p.shape(0), repetition.shape(0),
                           presence.shape(0), frequency.shape(0), seed.shape(0), branch.shape(0), position.shape(0),
-                          logprobs.shape(0)})
+                          logprobs.shape(0), mask.shape(0)})
         require(length == n, "all parameters must have one item for each sample");
     require(n == 0 || V > 0, "the logits have no columns");
     for (size_t s = 0; s < n; s++) {
@@ -154,11 +154,14 @@ void sample_tokens(Cpu& cpu, Array2<float> logits, Array<int32_t> row, Array<flo
         require(temperature(s) >= 0, "a temperature is negative or NaN");
         require(top_p(s) > 0 && min_p(s) >= 0 && min_p(s) <= 1, "a top_p is not above 0, or a min_p not in 0..1");
         require(repetition(s) > 0, "a repetition penalty is not positive");
+        require(mask(s) >= -1 && mask(s) < int64_t(masks.shape(0)), "a sample's mask is outside the masks");
     }
+    require(masks.shape(0) == 0 || int64_t(masks.shape(1)) >= (V + 31) / 32, "masks have fewer bits than there are tokens");
     Samples samples{int64_t(n), row.data(), temperature.data(), top_k.data(), top_p.data(), min_p.data(),
                     repetition.data(), presence.data(), frequency.data(), seed.data(), branch.data(), position.data(),
                     logprobs.data(), ragged(bias_offsets, bias_ids, bias_values, n, V),
-                    ragged(history_offsets, history_ids, history_counts, n, V)};
+                    ragged(history_offsets, history_ids, history_counts, n, V), mask.data(), masks.data(),
+                    int64_t(masks.shape(1))};
     Drawn out = drawn(token, logprob, rank, top_ids, top_logprobs, n, V);
     nb::gil_scoped_release release;
     std::lock_guard lock(cpu.busy);

@@ -93,6 +93,18 @@ void best(const float* x, int64_t n, int64_t k, std::vector<uint64_t>& keys) {
     std::sort(keys.begin(), keys.end());
 }
 
+// out = x where the mask's bit is set, -inf elsewhere.
+void masked(const float* x, const uint32_t* mask, int64_t n, float* out) {
+    for (int64_t from = 0; from < n; from += 32) {
+        uint32_t bits = mask[from / 32];
+        int64_t to = std::min(n, from + 32);
+        if (bits == 0) std::fill(out + from, out + to, kNone);
+        else if (bits == ~0u) std::copy(x + from, x + to, out + from);
+        else
+            for (int64_t i = from; i < to; i++, bits >>= 1) out[i] = bits & 1 ? x[i] : kNone;
+    }
+}
+
 // ---- one sample ---------------------------------------------------------------------------------------------------
 
 void penalise(const Samples& b, int64_t s, float* x) {
@@ -190,11 +202,13 @@ int32_t draw_filtered(const float* x, float* w, int64_t V, const Samples& b, int
 int32_t choose(const float* row, float top, int64_t V, const Samples& b, int64_t s, SampleSpace& space) {
     if (!usable(top)) return -1;
     const float* x = row;
-    bool changed = b.bias.offsets[s] < b.bias.offsets[s + 1] || b.history.offsets[s] < b.history.offsets[s + 1];
+    bool changed = b.bias.offsets[s] < b.bias.offsets[s + 1] || b.history.offsets[s] < b.history.offsets[s + 1] ||
+                   b.mask[s] >= 0;
     float temperature = b.temperature[s];
     space.values.resize(size_t(2 * V));
     if (changed) {
-        std::memcpy(space.values.data(), row, sizeof(float) * size_t(V));
+        if (b.mask[s] >= 0) masked(row, b.masks + b.mask[s] * b.mask_words, V, space.values.data());
+        else std::memcpy(space.values.data(), row, sizeof(float) * size_t(V));
         penalise(b, s, space.values.data());
         x = space.values.data();
         top = largest(x, V);

@@ -26,6 +26,9 @@ struct Samples {
     const int32_t *branch, *position, *logprobs;
     Ragged<float> bias;
     Ragged<int32_t> history;
+    const int32_t* mask;    // which of the masks holds for each sample, -1: none
+    const uint32_t* masks;  // [n, mask_words], bit t % 32 of word t / 32 set: token t may be drawn
+    int64_t mask_words;     // 32 * mask_words >= V
 };
 
 // Arrays over samples; top_ids and top_logprobs have `top` columns.

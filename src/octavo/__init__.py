@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from octavo.core.guide import Guide
 from octavo.core.params import SamplingParams
 from octavo.errors import ConfigError, DownloadError, EngineError, ModelError, OctavoError, RequestError
 
@@ -36,6 +37,7 @@ __all__ = [
     "ConfigError",
     "DownloadError",
     "EngineError",
+    "Guide",
     "Logprob",
     "ModelError",
     "OctavoError",

@@ -220,6 +220,8 @@ def samples(n: int, rows: int, **values: Any) -> SampleBatch:
         **fields,
         bias=values.get("bias", (*empty, np.zeros(0, dtype=np.float32))),
         history=values.get("history", (*empty, np.zeros(0, dtype=np.int32))),
+        mask=values.get("mask"),
+        masks=values.get("masks"),
     )
 
 

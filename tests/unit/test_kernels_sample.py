@@ -191,6 +191,80 @@ def test_bad_samples_are_refused(backend: CpuBackend, values: dict, complaint: s
         backend.sample(rows(3, 100), samples(1, 3, **values))
 
 
+# ---- masks ---------------------------------------------------------------------------------------------------------
+
+
+def packed(allowed: np.ndarray) -> np.ndarray:
+    """uint32 [K, W] of booleans [K, V]; bits past the vocabulary are set, as nobody may look at them."""
+    lines, vocab = allowed.shape
+    bits = np.ones((lines, (vocab + 31) // 32 * 32 + 32), dtype=bool)
+    bits[:, :vocab] = allowed
+    return np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 5003])
+def test_masks_as_the_reference_has_them(backend: CpuBackend, name: str, vocab: int) -> None:
+    """Full, sparse and single-token masks beside samples without one, with biases and penalties on top."""
+    rng = np.random.default_rng(vocab)
+    allowed = rng.random((5, vocab)) < np.array([1.0, 0.5, 0.01, 0.0, 0.9])[:, None]
+    allowed[np.arange(5), rng.integers(0, vocab, 5)] = True
+    mask = np.arange(60) % 6 - 1
+    bias = ragged([{int(i): 2.5 for i in rng.integers(0, vocab, 3)} for _ in range(60)], np.float32)
+    history = ragged([{int(i): 1 for i in rng.integers(0, vocab, 3)} for _ in range(60)], np.int32)
+    more = {"bias": bias, "history": history, "repetition": 1.3, "frequency": 0.5}
+    batch = samples(60, 6, **{**FILTERS[name], **more, "mask": mask, "masks": packed(allowed)})
+    logits = rows(6, vocab)
+    found = backend.sample(logits, batch).token
+    assert found.tolist() == REFERENCE.sample(logits, batch).token.tolist()
+    for s in np.flatnonzero(mask >= 0):
+        assert allowed[mask[s], found[s]]
+
+
+def test_a_mask_of_everything_changes_nothing(backend: CpuBackend) -> None:
+    logits = rows(6, 777)
+    full = packed(np.ones((1, 777), dtype=bool))
+    bare = backend.sample(logits, samples(40, 6, logprobs=3, top_p=0.9))
+    same = backend.sample(logits, samples(40, 6, logprobs=3, top_p=0.9, mask=np.zeros(40, np.int32), masks=full))
+    assert bare.token.tolist() == same.token.tolist()
+    assert bare.logprob.tobytes() == same.logprob.tobytes()
+
+
+def test_logprobs_are_those_of_the_raw_logits_under_a_mask(backend: CpuBackend) -> None:
+    """R40: a mask that leaves one token makes no log-probability infinite."""
+    logits = rows(1, 100)
+    allowed = np.zeros((1, 100), dtype=bool)
+    allowed[0, 42] = True
+    masked = {"mask": np.zeros(1, np.int32), "masks": packed(allowed)}
+    for temperature in (0.0, 1.0):
+        batch = samples(1, 1, temperature=temperature, logprobs=5, **masked)
+        found = backend.sample(logits, batch)
+        equal(found, REFERENCE.sample(logits, batch))
+        assert (
+            found.token.tolist() == [42] and np.isfinite(found.top_logprobs).all() and np.isfinite(found.logprob).all()
+        )
+
+
+def test_an_empty_mask_draws_nothing(backend: CpuBackend) -> None:
+    masked = {"mask": np.array([0, -1], np.int32), "masks": packed(np.zeros((1, 100), dtype=bool))}
+    found = backend.sample(rows(2, 100), samples(2, 2, **masked)).token
+    assert found[0] == -1 and found[1] >= 0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"mask": np.array([1], np.int32), "masks": np.zeros((1, 4), np.uint32)},
+        {"mask": np.array([-2], np.int32), "masks": np.zeros((1, 4), np.uint32)},
+        {"mask": np.array([0], np.int32), "masks": np.zeros((1, 3), np.uint32)},
+        {"mask": np.array([0, 0], np.int32), "masks": np.zeros((1, 4), np.uint32)},
+    ],
+)
+def test_bad_masks_are_refused(backend: CpuBackend, values: dict) -> None:
+    with pytest.raises(ValueError, match="mask|item for each"):
+        backend.sample(rows(1, 100), samples(1, 1, **values))
+
+
 def test_bad_targets_are_refused(backend: CpuBackend) -> None:
     for target in (-1, 100):
         with pytest.raises(ValueError, match="target"):

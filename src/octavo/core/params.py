@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from octavo.core.guide import Guide
 from octavo.errors import RequestError
 
 MAX_BRANCHES = 1024
@@ -108,6 +109,10 @@ class SamplingParams:
     - ``stop``, ``stop_token_ids``: what ends the output besides the model's end tokens; the stop string is cut off
       unless ``include_stop_str_in_output``
     - ``min_tokens``: no end before; ``max_tokens``: None is whatever fits; ``ignore_eos``: run past end tokens
+    - ``guide``: what the output must look like (:class:`octavo.Guide`).  It ends once the guide is fulfilled and the
+      model wants no more, or nothing more is allowed: ``min_tokens`` and ``ignore_eos`` hold back the first of these,
+      never the second.  A token that ``bad_words`` or a stop bans may be the only one that the guide allows; then the
+      request ends with an error
     - ``logprobs``, ``prompt_logprobs``: how many best tokens' log-probabilities to report at each position
     """
 
@@ -132,6 +137,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    guide: Guide | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -166,6 +172,8 @@ class SamplingParams:
                 raise ParamError("min_tokens", f"is {self.min_tokens}, more than max_tokens, {self.max_tokens}")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             put(name, _flag(name, getattr(self, name)))
+        if self.guide is not None and not isinstance(self.guide, Guide):
+            raise ParamError("guide", f"must be a Guide, such as Guide.json(schema), not {type(self.guide).__name__}")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 put(name, _integer(name, getattr(self, name), 0, MAX_LOGPROBS))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 NO_TOKENS: array[int] = array("i")
 
@@ -35,12 +35,24 @@ class Move:
     label: bytes = b""
 
 
+class Mask(Protocol):
+    """Which tokens may be drawn: bit t % 8 of byte t // 8 is token t's.
+
+    What it says is settled by the tokens before the draw.  Computing it takes a while, so it is begun just before the
+    model runs, beside it, and asked for just before sampling.
+    """
+
+    def begin(self) -> None: ...
+
+    def bits(self) -> bytes: ...
+
+
 class Draw(NamedTuple):
     """One token to be drawn from a row's last logits, for one branch.
 
     The result is a function of the logits, these values and nothing else.  ``position`` is that of the new token.
     ``bias`` holds (token, value) pairs, ``-inf`` to ban; ``history`` (token, count in the output) pairs, count 0 for
-    tokens that only the prompt holds, empty without penalties.
+    tokens that only the prompt holds, empty without penalties; ``mask``, if any, says what a guide allows.
     """
 
     branch: int
@@ -56,6 +68,7 @@ class Draw(NamedTuple):
     logprobs: int  # -1: none
     bias: tuple[tuple[int, float], ...] = ()
     history: tuple[tuple[int, int], ...] = ()
+    mask: Mask | None = None
 
 
 class Row(NamedTuple):

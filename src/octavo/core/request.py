@@ -50,6 +50,8 @@ class Request:
         self.sink = sink
         self.branches: list[Sequence] = []
         self.readers: list[Any] = []  # one for each branch: what turns its tokens into text
+        self.form: Any = None  # text.guides.Form that the output must have
+        self.matchers: list[Any] = []  # one for each branch, where there is a form
         self.scores: list[TokenLogprobs] = []  # of prompt tokens 1, 2, ...
         self.beams: Any = None  # engine.beams.Beams of a beam search
         self.dropped_preemptions = 0  # of branches that are no longer listed

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from octavo.core.params import SamplingParams
-from octavo.core.plan import NO_TOKENS, Draw
+from octavo.core.plan import NO_TOKENS, Draw, Mask
 from octavo.core.sequence import Sequence
 
 BAN = float("-inf")
@@ -35,8 +35,11 @@ def banned_next(output: Seq[int], bad: Seq[tuple[int, ...]]) -> Iterator[int]:
             yield ids[-1]
 
 
-def draws(sequence: Sequence, rules: Rules) -> tuple[Draw, ...]:
-    """The draws at the sequence's end: its own, and those of the branches still to be forked off it."""
+def draws(sequence: Sequence, rules: Rules, mask: Mask | None = None) -> tuple[Draw, ...]:
+    """The draws at the sequence's end: its own, and those of the branches still to be forked off it.
+
+    ``mask``: what a guide allows.
+    """
     params = sequence.params
     if params.max_tokens == 0:
         return ()
@@ -44,9 +47,9 @@ def draws(sequence: Sequence, rules: Rules) -> tuple[Draw, ...]:
     history = tuple(_history(sequence).items()) if params.penalised else ()
     position = len(sequence.tokens)
     if not sequence.forks:
-        return (Draw(sequence.branch, position, *params.constants, bias, history),)
+        return (Draw(sequence.branch, position, *params.constants, bias, history, mask),)
     branches = range(sequence.branch, sequence.branch + sequence.forks + 1)
-    return tuple(Draw(branch, position, *params.constants, bias, history) for branch in branches)
+    return tuple(Draw(branch, position, *params.constants, bias, history, mask) for branch in branches)
 
 
 def draft_draws(sequence: Sequence, rules: Rules, drafts: array[int]) -> Iterator[Draw]:

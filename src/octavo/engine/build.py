@@ -26,6 +26,7 @@ from octavo.schedule.budget import TokenBudget
 from octavo.schedule.policies import POLICIES, FairShare, Policy
 from octavo.schedule.preempt import SwapChoice
 from octavo.text.chat import ChatTemplate
+from octavo.text.guides import Guides
 from octavo.text.tokenizer import Tokenizer
 
 log = logging.getLogger("octavo.engine")
@@ -152,6 +153,7 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
         longest=memory.longest,
         eos_ids=ends,
         defaults=sampling_defaults(checkpoint, config),
+        guides=Guides(tokenizer, ends),
         now=clock.now,
         blocks=memory.blocks,
         beam_blocks=kv.beam_blocks,

@@ -21,9 +21,13 @@ class Drafter(Protocol):
 
 
 def may_draft(request: Request, sequence: Sequence) -> bool:
-    """Whether a sequence's next tokens may be drafted: it is past its prompt, and one branch of no beam search."""
+    """Whether a sequence's next tokens may be drafted: it is past its prompt, and one branch of no beam search.
+
+    Nor does it follow a guide: a mask is known for the next token only.
+    """
     decoding = sequence.decoding and len(sequence.tokens) > sequence.prompt_length
-    return decoding and request.beams is None and not sequence.forks and not sequence.scoring
+    alone = request.beams is None and sequence.params.guide is None
+    return decoding and alone and not sequence.forks and not sequence.scoring
 
 
 def agreed(row: Row, outcome: RowResult) -> int:

@@ -135,6 +135,9 @@ class Engine:
         self._sequences += 1
         sequence = request.branch(self._sequences, index, tokens)
         request.readers.append(Reader(self.tokenizer, request.params))
+        if request.form is not None:
+            held = 2**62 if request.params.ignore_eos else request.params.min_tokens  # end tokens
+            request.matchers.append(request.matchers[0].fork() if index else request.form.matcher(held))
         self._owners[sequence.number] = request
         return sequence
 
@@ -183,7 +186,8 @@ class Engine:
             return tuple(draft_draws(sequence, request.rules, drafts))
         if request.beams is not None:
             return beam_draws(sequence, request.beams.search.kept)
-        return draws(sequence, request.rules)
+        mask = request.matchers[sequence.branch].mask() if request.matchers else None
+        return draws(sequence, request.rules, mask)
 
     def _fold(self, sequence: Sequence, start: int, stop: int, row: Row, outcome: RowResult, now: float) -> None:
         if sequence.state is State.FINISHED:  # its request failed by another branch of this very step
@@ -271,6 +275,8 @@ class Engine:
         elif reason is None and len(sequence.tokens) >= sequence.limit:
             reason = "length"
         if reason is None:
+            if request.matchers:
+                request.matchers[sequence.branch].advance(token)
             self._tell(request, sequence, (token,), text, logprobs)
             return False
         if stop is None:
@@ -281,6 +287,8 @@ class Engine:
     def _ended_by_token(self, request: Request, sequence: Sequence, token: int, count: int) -> str | None:
         """ "stop" if the token is an end of the model's or of the request's."""
         params = request.params
+        if request.form is not None and token in self.eos_ids:
+            return "stop"  # its mask holds end tokens back
         if count < params.min_tokens:
             return None
         if token in self.eos_ids and not params.ignore_eos:

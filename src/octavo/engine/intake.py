@@ -14,6 +14,7 @@ from octavo.decode.branching import Rules
 from octavo.engine.beams import Beams
 from octavo.errors import RequestError
 from octavo.text.badwords import token_sequences
+from octavo.text.guides import Form, Guides
 from octavo.text.tokenizer import Tokenizer
 
 RESERVED = ("messages", "tools", "conversation")
@@ -62,6 +63,7 @@ class Intake:
         longest: int,
         eos_ids: tuple[int, ...] = (),
         defaults: Mapping[str, Any] | None = None,
+        guides: Guides | None = None,
         now: Callable[[], float],
         blocks: int = 2**31,
         beam_blocks: Callable[[int, int, int], int] = lambda prompt, output, width: 0,
@@ -72,6 +74,7 @@ class Intake:
         self.longest = longest
         self.eos_ids = eos_ids
         self.defaults = dict(defaults or {})
+        self.guides = guides
         self._now = now
         self.blocks = blocks
         self.beam_blocks = beam_blocks
@@ -105,8 +108,9 @@ class Intake:
         for field, value in (("user", user), ("cache_salt", "" if cache_salt is None else cache_salt)):
             if not isinstance(value, str):
                 raise RequestError(f"{field} must be a text, not {value!r}", field)
+        form = self._form(params)
         self._requests += 1
-        return Request(
+        request = Request(
             id if id is not None else f"req-{self._requests}",
             self._requests,
             tokens,
@@ -120,6 +124,8 @@ class Intake:
             arrival=self._now(),
             sink=sink,
         )
+        request.form = form
+        return request
 
     def beam_search(
         self,
@@ -215,8 +221,18 @@ class Intake:
             )
         return min(self.context, self.longest) if max_tokens is None else wanted
 
+    def _form(self, params: SamplingParams) -> Form | None:
+        """What the output must look like, compiled."""
+        if params.guide is None or params.max_tokens == 0:
+            return None
+        if self.guides is None:
+            raise RequestError("guide: this engine has no tokenizer", "guide")
+        return self.guides.compile(params.guide)
+
     def _rules(self, params: SamplingParams) -> Rules:
-        ends = params.stop_token_ids if params.ignore_eos else (*self.eos_ids, *params.stop_token_ids)
+        # A guide's masks see to the model's own ends.
+        own = () if params.ignore_eos or params.guide is not None else self.eos_ids
+        ends = (*own, *params.stop_token_ids)
         words = tuple(params.bad_words)
         if not words:
             return Rules(tuple(ends))

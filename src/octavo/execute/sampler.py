@@ -37,6 +37,19 @@ def draw_batch(draws: Sequence[tuple[int, Draw]], banned: np.ndarray) -> SampleB
     )
 
 
+def masks(draws: Sequence[tuple[int, Draw]], vocabulary: int) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Which mask holds for each draw, and the masks, each waited for; (None, None) where there is none."""
+    distinct = list({id(d.mask): d.mask for _, d in draws if d.mask is not None}.values())
+    if not distinct:
+        return None, None
+    place = {id(mask): k for k, mask in enumerate(distinct)}
+    words = np.zeros((len(distinct), (vocabulary + 31) // 32), "<u4")
+    for line, mask in zip(words.view(np.uint8), distinct, strict=True):
+        bits = np.frombuffer(mask.bits(), np.uint8)[: len(line)]
+        line[: len(bits)] = bits
+    return np.array([place.get(id(d.mask), -1) for _, d in draws], np.int32), words
+
+
 def _ragged(items: Sequence[Sequence[tuple[int, float]]], dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     offsets = np.zeros(len(items) + 1, np.int32)
     np.cumsum([len(i) for i in items], out=offsets[1:])
@@ -75,7 +88,11 @@ def results(backend: Backend, rows: Sequence[Row], logits: np.ndarray, banned: n
                 at += 1 + row.drafts
             draws += [(at - 1 - row.drafts + i if row.drafts else at - 1, draw) for i, draw in enumerate(row.draws)]
     scores: dict[int, tuple[TokenLogprobs, ...] | None] = {r: _score(backend, rows[r], logits, a) for r, a in scored}
-    sampled = backend.sample(logits, draw_batch(draws, banned)) if draws else None
+    sampled = None
+    if draws:
+        batch = draw_batch(draws, banned)
+        batch.mask, batch.masks = masks(draws, logits.shape[1])
+        sampled = backend.sample(logits, batch)
     out, first = [], 0
     for r, row in enumerate(rows):
         stop = first + len(row.draws)

@@ -112,8 +112,11 @@ class SampleBatch:
     - ``bias``: float32 added to logits; -inf bans a token
     - ``history``: int32 count of the token in the output so far; 0 for a token that is only in the prompt
 
-    Order: raw log-probabilities; bias; repetition (tokens in the history: divided if positive, else multiplied), then
-    frequency * count and presence * (count > 0) subtracted; temperature; top-k; top-p; min-p; draw.
+    Masks, where there are any: ``mask`` int32 [S] says which row of ``masks`` uint32 [K, W] holds for a sample, -1 for
+    none; token t may be drawn only if bit t % 32 of word t // 32 is set.  W * 32 is at least the vocabulary.
+
+    Order: raw log-probabilities; mask; bias; repetition (tokens in the history: divided if positive, else multiplied),
+    then frequency * count and presence * (count > 0) subtracted; temperature; top-k; top-p; min-p; draw.
 
     Ties keep the lower id, top-k keeps exactly k, and top-p keeps the shortest run of the best whose probability
     (after top-k) reaches it.  The draw: u = (first 64 bits of Philox4x32-10, key = seed, low word first, counter =
@@ -135,6 +138,8 @@ class SampleBatch:
     logprobs: np.ndarray
     bias: tuple[np.ndarray, np.ndarray, np.ndarray]
     history: tuple[np.ndarray, np.ndarray, np.ndarray]
+    mask: np.ndarray | None = None
+    masks: np.ndarray | None = None
 
 
 @dataclass

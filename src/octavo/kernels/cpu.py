@@ -92,6 +92,7 @@ class CpuBackend:
             _as(batch.logprobs, np.int32),
             *_ragged(batch.bias, np.float32),
             *_ragged(batch.history, np.int32),
+            *_masks(batch),
             *_arrays(out),
         )
         return out
@@ -288,6 +289,12 @@ def _as(array: Array, dtype: Any) -> Array:
 def _ragged(arrays: tuple[Array, Array, Array], dtype: Any) -> tuple[Array, Array, Array]:
     offsets, ids, values = arrays
     return _as(offsets, np.int32), _as(ids, np.int32), _as(values, dtype)
+
+
+def _masks(batch: SampleBatch) -> tuple[Array, Array]:
+    if batch.mask is None or batch.masks is None:
+        return np.full(len(batch.row), -1, np.int32), np.empty((0, 0), np.uint32)
+    return _as(batch.mask, np.int32), _as(batch.masks, np.uint32)
 
 
 def _empty(n: int, top: int) -> Sampled:

@@ -46,7 +46,7 @@ def best_first(values: Array) -> Array:
 def _sample_one(logits: Array, batch: SampleBatch, s: int) -> int:
     if not _usable(logits):
         return -1
-    z = _penalised(logits.astype(np.float64), batch, s)
+    z = _penalised(_masked(logits.astype(np.float64), batch, s), batch, s)
     if not _usable(z):
         return -1
     temperature = float(batch.temperature[s])
@@ -58,6 +58,13 @@ def _sample_one(logits: Array, batch: SampleBatch, s: int) -> int:
     running = np.cumsum(weights)
     drawn = int(np.searchsorted(running, u * running[-1], side="right"))
     return min(drawn, int(np.flatnonzero(weights)[-1]))  # u * total may round up to the total
+
+
+def _masked(z: Array, batch: SampleBatch, s: int) -> Array:
+    if batch.mask is None or batch.masks is None or batch.mask[s] < 0:
+        return z
+    bits = np.unpackbits(batch.masks[batch.mask[s]].astype("<u4").view(np.uint8), bitorder="little")
+    return np.where(bits[: len(z)] > 0, z, -np.inf)
 
 
 def _penalised(z: Array, batch: SampleBatch, s: int) -> Array:

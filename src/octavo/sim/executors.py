@@ -19,15 +19,23 @@ def mixed(prefix: Sequence[int], salt: int = 0) -> int:
     return h
 
 
+def _allowed(draw: Draw) -> Callable[[int], bool]:
+    banned = {t for t, b in draw.bias if b == float("-inf")}
+    if draw.mask is None:
+        return lambda token: token not in banned
+    bits = draw.mask.bits()
+    return lambda token: token not in banned and token >> 3 < len(bits) and bool(bits[token >> 3] >> (token & 7) & 1)
+
+
 def prefix_hash(vocab: int, reach: int | None = None) -> Next:
     """A next token that depends on every token of the prefix (the last ``reach`` ones, where windows forget the rest),
     and on seed and branch when not greedy."""
 
     def choose(prefix: Sequence[int], draw: Draw) -> int:
         salt = 0 if draw.temperature == 0 else mixed((draw.seed & 0x7FFFFFFF, draw.branch))
-        banned = {t for t, b in draw.bias if b == float("-inf")}
+        allowed = _allowed(draw)
         token = mixed(prefix[-reach:] if reach else prefix, salt) % vocab
-        while token in banned:
+        while not allowed(token):
             token = (token + 1) % vocab
         return token
 
@@ -45,8 +53,8 @@ def script(answers: Mapping[tuple[int, ...], Sequence[int]], end: int = 0) -> Ne
         for prompt, answer in answers.items():
             n = len(prompt)
             if key[:n] == prompt:
-                banned = {t for t, b in draw.bias if b == float("-inf")}
-                rest = [t for t in answer[len(key) - n :] if t not in banned]
+                allowed = _allowed(draw)
+                rest = [t for t in answer[len(key) - n :] if allowed(t)]
                 return rest[0] if rest else end
         raise KeyError(f"no script for a prompt that begins {key[:8]}")
 

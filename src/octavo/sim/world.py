@@ -26,7 +26,7 @@ from octavo.paging.audit import audit, audit_idle
 from octavo.paging.kv import KV
 from octavo.schedule.budget import TokenBudget
 from octavo.schedule.policies import POLICIES
-from octavo.sim.executors import ScriptedExecutor, logprobs_of, mixed, prefix_hash
+from octavo.sim.executors import ScriptedExecutor, mixed, prefix_hash
 from octavo.sim.guesses import Guesses
 from octavo.sim.oracle import VOCAB, Heard, Oracle
 
