@@ -1,4 +1,4 @@
-# make demo   a real model answers a batch of prompts        make test   all tests
+# make serve   an OpenAI-compatible server with a real model        make test   all tests
 # `make help` lists the rest.  Everything is made inside this folder (.venv, build, dist) and in the user's model cache.
 
 SHELL := /bin/bash
@@ -20,9 +20,10 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 listed = $(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); print('\n'.join($(1)))"
 say = @echo "== $(1)"
 
-.PHONY: help demo test lint format wheel wheel-check bench kl sanitize models clean
+.PHONY: help serve demo test lint format wheel wheel-check bench kl sanitize models clean
 
 help:
+	@echo "make serve        build, fetch SmolLM2-135M, serve it on 127.0.0.1:8000 (ARGS=... goes to octavo serve)"
 	@echo "make demo         build, fetch SmolLM2-135M, answer 16 prompts in one batch"
 	@echo "make test         run all tests (ARGS=... goes to pytest)"
 	@echo "make lint         ruff, mypy, import contracts          make format   let ruff rewrite"
@@ -54,7 +55,7 @@ $(VENV)/.installed: $(VENV)/.made $(KERNELS)
 	@$(call listed,p['build-system']['requires'] + 'cmake ninja'.split()) > $(VENV)/build.txt
 	@$(PIP) install -q -r $(VENV)/build.txt
 	$(call say,building the kernels and installing Octavo; this takes a few minutes)
-	@$(PIP) install -q --no-build-isolation -e .
+	@$(PIP) install -q --no-build-isolation -e '.[server]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.installed
@@ -73,6 +74,9 @@ models: $(VENV)/.installed
 	@$(BIN)/octavo pull $(MODELS) >/dev/null
 
 # ---- what people call ------------------------------------------------------------------------------------------------
+
+serve: $(VENV)/.installed
+	@$(BIN)/octavo serve $(ARGS)
 
 demo: $(VENV)/.installed
 	@$(BIN)/octavo demo

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from octavo.core.params import SamplingParams
@@ -78,7 +79,7 @@ class Intake:
         self._now = now
         self.blocks = blocks
         self.beam_blocks = beam_blocks
-        self._requests = 0
+        self._numbers = count(1)  # one for all threads that make requests
         self._bad: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
     def request(
@@ -109,10 +110,10 @@ class Intake:
             if not isinstance(value, str):
                 raise RequestError(f"{field} must be a text, not {value!r}", field)
         form = self._form(params)
-        self._requests += 1
+        number = next(self._numbers)
         request = Request(
-            id if id is not None else f"req-{self._requests}",
-            self._requests,
+            id if id is not None else f"req-{number}",
+            number,
             tokens,
             params,
             self._rules(params),
