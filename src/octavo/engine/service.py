@@ -281,6 +281,15 @@ class AsyncLLM:
             pass  # closed: everything has been ended already
 
     @property
+    def parts(self) -> Parts:
+        """The engine and its parts; to be touched in the engine's thread only, through :attr:`service`."""
+        return self._parts
+
+    @property
+    def service(self) -> Service:
+        return self._service
+
+    @property
     def tokenizer(self) -> Any:
         return self._parts.tokenizer
 
