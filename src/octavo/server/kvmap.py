@@ -225,14 +225,14 @@ def _add_texts(routes: APIRouter, llm: AsyncLLM, tells: Callable[[Request], bool
 
     @routes.get("/v1/kv/sequences/{number}")
     async def sequence_text(request: Request, number: int) -> Response:
-        """A sequence's text, cut where its blocks end."""
+        """A sequence's text, cut where its blocks end; no tokens if it has ended."""
         try:
             tokens = await asked(lambda: tokens_of(llm, number))
         except EngineError as error:
             return _failed(str(error), "engine_error", 503)
         if tokens is None:
-            return _missing(f"sequence {number} is not here (any more)", "number")
-        texts = cut(tokens, kv.block_size, llm.tokenizer.token_bytes) if tells(request) else None
+            return _missing(f"there was no sequence {number} so far", "number")
+        texts = cut(tokens, kv.block_size, llm.tokenizer.token_bytes) if tells(request) and tokens else None
         return JSONResponse({"number": number, "tokens": len(tokens), "blocks": texts})
 
 
@@ -258,9 +258,12 @@ def holders_of(llm: AsyncLLM, block: int) -> tuple[list[dict[str, int]], list[in
 
 
 def tokens_of(llm: AsyncLLM, number: int) -> list[int] | None:
-    scheduler = llm.parts.engine.scheduler
-    found: list[Sequence] = [s for s in (*scheduler.running, *scheduler.waiting) if s.number == number]
-    return list(found[0].tokens) if found else None
+    """A sequence's tokens, none if it has ended; None if there was no such sequence."""
+    engine = llm.parts.engine
+    found: list[Sequence] = [s for s in (*engine.scheduler.running, *engine.scheduler.waiting) if s.number == number]
+    if not found:
+        return [] if 1 <= number <= engine.sequences else None
+    return list(found[0].tokens)
 
 
 def cut(tokens: list[int], size: int, raw: Callable[[int], bytes]) -> list[str]:

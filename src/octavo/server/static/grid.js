@@ -23,13 +23,12 @@ export class Grid {
   layout() {
     const width = this.field.clientWidth, dpr = globalThis.devicePixelRatio || 1;
     if (!width) return;
-    const most = typeof this.most === "function" ? this.most(width) : this.most;
+    const most = (this.room = typeof this.most === "function" ? this.most(width) : this.most);
     let cell = this.largest;
     while (cell > 5 && Math.ceil(this.count / Math.floor(width / cell)) * cell > most) cell -= cell > 12 ? 1 : 0.5;
     this.pitch = Math.max(3, Math.round(cell * dpr)); // device pixels from one cell to the next
     this.gap = Math.max(1, Math.round((cell < 9 ? 1 : cell < 16 ? 2 : 3) * (dpr > 1.5 ? dpr * 0.75 : 1)));
     this.columns = Math.max(1, Math.floor((width * dpr + this.gap) / this.pitch));
-    if (this.columns > 16) this.columns -= this.columns % 8;
     this.columns = Math.min(this.columns, this.count);
     const rows = Math.ceil(this.count / this.columns);
     for (const canvas of [this.base, this.over]) {

@@ -31,15 +31,16 @@ async function start() {
   history = new History(about);
   ahead = about.time - Date.now() / 1000;
   byId("model").textContent = about.model;
-  grid = new Grid(byId("pool-field"), history.blocks, { most: (w) => (w < 600 ? Math.max(340, w) : roomFor(w)) });
   byId("host").hidden = !history.slots;
   document.body.classList.toggle("with-host", history.slots > 0);
   if (history.slots) hostGrid = new Grid(byId("host-field"), history.slots, { most: 96, largest: 16, slots: true });
+  grid = new Grid(byId("pool-field"), history.blocks, { most: roomFor });
   rows = new Rows(byId("rows"), {
     over: (n) => point({ sequence: n, block: null }),
     pick: (n) => pin({ sequence: aim.pinSequence === n ? null : n }),
     block: (b) => point({ block: b }),
   });
+  new ResizeObserver(() => { if (Math.abs(grid.room - roomFor(0)) > 4) grid.layout(); }).observe(byId("pool-note"));
   const past = new Uint8Array(await (await ask("v1/kv/history")).arrayBuffer());
   for (const bytes of split(past)[0]) await history.take(bytes);
   render();
@@ -47,9 +48,12 @@ async function start() {
   follow();
 }
 
-// Height for the pool: what a screen has left beside the other parts.
+// Height for the pool's cells: on a desk's screen what the other parts of its card leave, else a part of the screen.
 function roomFor(width) {
-  return Math.max(220, Math.min(width * 0.75, innerHeight - (history.slots ? 660 : 560)));
+  if (innerWidth < 600) return Math.max(340, width);
+  if (innerWidth < 1240) return Math.max(220, Math.min(width * 0.75, innerHeight - (history.slots ? 660 : 560)));
+  const card = byId("pool"), others = [...card.children].filter((c) => c.id !== "pool-field" && c.id !== "inspector");
+  return Math.max(160, card.clientHeight - others.reduce((sum, c) => sum + c.offsetHeight, 0) - 28 - 22 - 12 - 112);
 }
 
 async function follow() {
@@ -199,10 +203,10 @@ function drawFigures() {
   const recent = hits(end);
   const share = recent ?? (now.prompt_tokens ? now.cached_tokens / now.prompt_tokens : null);
   byId("hits-value").textContent = share === null ? "–" : `${number(100 * share)} %`;
-  byId("hits-note").textContent = `${number(now.cached_tokens)} of ${number(now.prompt_tokens)} prompt tokens`;
+  byId("hits-note").textContent = `${number(now.cached_tokens)} of ${number(now.prompt_tokens)} tokens`;
   lines(byId("hits"), [{ values: times.map(hits), colour: p.accent, filled: true }], 1);
   byId("preempt-value").textContent = number(now.preemptions);
-  byId("preempt-note").textContent = `${number(now.swaps)} swapped, ${plural(now.copies, "block")} copied`;
+  byId("preempt-note").textContent = `${number(now.swaps)} swapped, ${number(now.copies)} copied`;
   bars(byId("preempt"), times.map((t) => gained(t, SPAN / steps, "preemptions")), p.warm);
   drawPast();
 }
@@ -336,7 +340,7 @@ function tellSequence(sequence) {
     `Sequence ${nameOf(sequence)}: ${number(sequence.computed)} of ${number(sequence.tokens)} tokens computed, ` +
     `${plural(own.size, sequence.state === SWAPPED ? "slot of host memory" : "block", sequence.state === SWAPPED ? "slots of host memory" : "blocks")}` +
     `${shared ? `, ${number(shared)} shared with others` : ""}`;
-  byId("chips").replaceChildren(chip(sequence));
+  byId("chips").replaceChildren();
   say(`sequence ${sequence.number} ${sequence.tokens >> 4}`, `v1/kv/sequences/${sequence.number}`, (found) => found.blocks, true);
 }
 
@@ -429,7 +433,7 @@ setInterval(() => { // for those who listen: what the page shows, when it has ch
 function repaint() {
   if (!grid) return;
   palette(true);
-  for (const g of [grid, hostGrid]) g?.layout();
+  for (const g of [hostGrid, grid]) g?.layout(); // the pool has what the host tier leaves
   rows.redraw();
   figuresDrawn = pastDrawn = 0;
   render();

@@ -6,7 +6,8 @@
 //   bits 28-31  sixteenths that are filled; 0: all
 
 export const COLOURS = 12;
-export const colourOf = (sequence) => sequence.number % COLOURS;
+// The branches of a request are of different colours, and so are requests that follow each other.
+export const colourOf = (sequence) => (sequence.request * 5 + sequence.branch) % COLOURS;
 
 let paint = null;
 

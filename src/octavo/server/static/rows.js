@@ -62,7 +62,7 @@ export class Rows {
     const { button, swatch, name, state, strip } = row;
     row.sequence = sequence;
     const said = `${sequence.computed.toLocaleString("en")} / ${sequence.tokens.toLocaleString("en")}`;
-    const idle = sequence.state === RUNNING ? "" : ` ${SAID[sequence.state]}`;
+    const idle = sequence.state === RUNNING ? "" : `, ${SAID[sequence.state]}`;
     swatch.className = `swatch c${colourOf(sequence)}`;
     if (name.textContent !== nameOf(sequence)) name.textContent = nameOf(sequence);
     if (state.textContent !== said + idle) state.textContent = said + idle;
