@@ -37,7 +37,7 @@ def saying(answers: dict[tuple[int, ...], list[int]], **settings: Any) -> Rig:
 def serving(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncLLM]:
     """An AsyncLLM around the rig's engine; idle and accounted for at the end."""
     parts = Parts(rig.engine, rig.intake, rig.engine.tokenizer, None, None, None, EngineConfig())  # type: ignore[arg-type]
-    monkeypatch.setattr(service, "build", lambda model, config: parts)
+    monkeypatch.setattr(service, "build", lambda model, config, progress: parts)
     with AsyncLLM("scripted") as llm:
         yield llm
     audit_idle(rig.kv)

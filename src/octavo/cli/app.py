@@ -155,6 +155,24 @@ def chat(model: Model, engine: Any, sampling: Any, system: System = None) -> int
 
 @app.command(cls=Command)
 @command
+def serve(
+    engine: Any,
+    server: Any,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="as for the other commands; the demo model is fetched if needed")
+    ] = "smollm2-135m",
+) -> int:
+    """Serve a model over HTTP, as OpenAI's clients expect it.
+
+    Listens on 127.0.0.1:8000 unless told otherwise.
+    """
+    from octavo.cli.serve import run
+
+    return run(model, server, engine)
+
+
+@app.command(cls=Command)
+@command
 def bench(
     model: Model,
     engine: Any,

@@ -82,6 +82,36 @@ SAMPLING = (
     Flag("include_stop_str_in_output", "keep the stop text in the answer"),
 )
 
+SERVER = (
+    Flag("host", "address to listen on", "HOST"),
+    Flag("port", "0 is any free one", "PORT"),
+    Flag("served_model_name", "what clients call the model (default: its own name)", "NAME"),
+    Flag("api_key_file", 'keys, one a line, or "NAME KEY"; OCTAVO_API_KEY in the environment counts too', "FILE"),
+    Flag("allow_anyone", "listen beyond this machine without keys"),
+    Flag("allowed_hosts", "a name that clients may reach this server by (may be given again)", "NAME"),
+    Flag("cors_origins", "a web origin whose pages may call (may be given again)", "ORIGIN"),
+    Flag("max_waiting", "sequences that may wait; more are refused with 429", "N"),
+    Flag("max_waiting_tokens", "prompt tokens that may wait", "N"),
+    Flag("request_timeout", "seconds that a request may take (default: any)", "S"),
+    Flag("drain_timeout", "seconds that running requests get at the end", "S"),
+    Flag("stall_limit", "seconds without a finished step that /health calls stuck", "S"),
+    Flag("max_body", "bytes of a request", "N"),
+    Flag("max_prompts", "prompts in a request", "N"),
+    Flag("max_n", "answers to a prompt", "N"),
+    Flag("max_stops", "stop strings of a request", "N"),
+    Flag("max_logprobs", "log-probabilities reported of a token", "N"),
+    Flag("max_sessions", "sessions at a time", "N"),
+    Flag("session_idle", "seconds after which an unused session is deleted", "S"),
+    Flag("access_log", "json (a line for each request, on stderr) or off", "HOW"),
+    Flag("log_prompts", "let the access log tell prompts"),
+    Flag("tool_format", "how the model writes tool calls (default: found from its chat template)", "NAME"),
+    Flag("reasoning", "auto (thoughts between think tags apart) or off", "HOW"),
+    Flag(
+        "map", "what the live map shows: off, shape or text (default: text where only you or key holders see it)", "HOW"
+    ),
+)
+_SINGULAR = {"allowed_hosts": "--allowed-host", "cors_origins": "--cors-origin"}
+
 # How a field's annotation is given on the command line.
 _TYPES: dict[str, Any] = {
     "bool": bool | None,
@@ -93,6 +123,7 @@ _TYPES: dict[str, Any] = {
     "str | None": str | None,
     "int | str | None": str | None,
     "str | Sequence[str] | None": list[str] | None,
+    "tuple[str, ...]": list[str] | None,
     "Sequence[str]": list[str] | None,
     "Sequence[int]": list[int] | None,
     "Mapping[int, float] | None": list[str] | None,
@@ -102,6 +133,8 @@ _TYPES: dict[str, Any] = {
 
 def flag_name(field: Field[Any]) -> str:
     """``--top-k``; a switch that is on by default can only be switched off: ``--no-prefix-cache``."""
+    if field.name in _SINGULAR:
+        return _SINGULAR[field.name]
     return ("--no-" if field.default is True else "--") + field.name.replace("_", "-")
 
 
@@ -113,6 +146,15 @@ def _parameter(flag: Flag, field: Field[Any], panel: str) -> inspect.Parameter:
     option = typer.Option(*names, help=help, metavar=flag.unit, rich_help_panel=panel, show_default=False)
     kind = Annotated[_TYPES[str(field.type)], option]  # type: ignore[valid-type]
     return inspect.Parameter(flag.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+
+
+def _settings(name: str) -> tuple[tuple[Flag, ...], type, str]:
+    """Flags, the dataclass that they set, and their heading."""
+    if name == "server":
+        from octavo.server.settings import ServerSettings
+
+        return SERVER, ServerSettings, "Server"
+    return _TABLES[name]
 
 
 _TABLES: dict[str, tuple[tuple[Flag, ...], type, str]] = {
@@ -145,7 +187,7 @@ _COMMON = {
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Expands parameters called ``engine``, ``memory`` and ``sampling`` into options.
+    """Expands parameters called ``engine``, ``memory``, ``sampling`` and ``server`` into options.
 
     The function gets what was given of each as a dict.  Every command also takes --verbose and --debug.
     """
@@ -153,10 +195,10 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
     parameters: list[inspect.Parameter] = []
     expanded: dict[str, dict[str, Field[Any]]] = {}
     for parameter in own.parameters.values():
-        if parameter.name not in _TABLES:
+        if parameter.name not in (*_TABLES, "server"):
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             continue
-        flags, settings, panel = _TABLES[parameter.name]
+        flags, settings, panel = _settings(parameter.name)
         typed = {f.name: f for f in fields(settings)}
         parameters += [_parameter(flag, typed[flag.field], panel) for flag in flags]
         expanded[parameter.name] = {flag.field: typed[flag.field] for flag in flags}

@@ -116,15 +116,8 @@ class AsyncSession:
 
     async def _start(self, begin: Callable[[Any], T]) -> tuple[T, asyncio.Queue[Delta | Finished]]:
         """Have requests added between two steps, their events going to the queue that is returned."""
-        loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Delta | Finished] = asyncio.Queue()
-
-        def sink(event: Delta | Finished) -> None:
-            try:
-                loop.call_soon_threadsafe(queue.put_nowait, event)
-            except RuntimeError:  # the reader's loop is closed: nobody listens any more
-                pass
-
+        sink = self._service.mailbox().sink(queue.put_nowait)
         return await self._call(lambda: begin(sink)), queue
 
     async def _call(self, work: Callable[[], T]) -> T:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 from octavo.core.params import SamplingParams
@@ -75,7 +76,7 @@ class Intake:
         self._now = now
         self.blocks = blocks
         self.beam_blocks = beam_blocks
-        self._requests = 0
+        self._numbers = count(1)  # one for all threads that make requests
         self._bad: dict[tuple[str, ...], tuple[tuple[int, ...], ...]] = {}
 
     def request(
@@ -105,10 +106,10 @@ class Intake:
         for field, value in (("user", user), ("cache_salt", "" if cache_salt is None else cache_salt)):
             if not isinstance(value, str):
                 raise RequestError(f"{field} must be a text, not {value!r}", field)
-        self._requests += 1
+        number = next(self._numbers)
         return Request(
-            id if id is not None else f"req-{self._requests}",
-            self._requests,
+            id if id is not None else f"req-{number}",
+            number,
             tokens,
             params,
             self._rules(params),

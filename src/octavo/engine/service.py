@@ -12,6 +12,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from octavo.clock import RealClock
 from octavo.config import EngineConfig
 from octavo.core.events import Delta, Finished
 from octavo.core.params import SamplingParams
@@ -20,21 +21,23 @@ from octavo.engine.async_session import AsyncSession
 from octavo.engine.build import Parts, build
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Prompt, checked_options, salted
+from octavo.engine.mailbox import Event, Mailbox
 from octavo.engine.outputs import Growing, RequestOutput, request_output
+from octavo.engine.progress import load_bar
 from octavo.engine.session import SessionState
 from octavo.engine.stats import Stats
 from octavo.errors import EngineError
 
 log = logging.getLogger("octavo.engine")
 
-Event = Delta | Finished
-
 
 class Service:
-    """Owns: the thread that steps the engine, and the orders that other threads have for it.
+    """Owns: the thread that steps the engine, the orders that other threads have for it, and the mailboxes of those who
+    listen.
 
-    Promises: orders are carried out between steps, in the order in which they came; if the step loop itself fails,
-    every request in flight ends with an error and later ones are refused.
+    Promises: orders are carried out between steps, in the order in which they came; mailboxes are flushed after every
+    step and order; if the step loop itself fails, every request in flight ends with an error and later ones are
+    refused.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -43,6 +46,10 @@ class Service:
         self._orders: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closing = False
+        self._clock = RealClock()
+        self._moved: float | None = None  # when the last step or order ended; None while there is nothing to do
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
+        self._dirty: list[Mailbox] = []  # of the engine's thread
         engine.orphaned = self._nudge
         self._thread = threading.Thread(target=self._loop, name="octavo-engine", daemon=True)
         self._thread.start()
@@ -71,6 +78,26 @@ class Service:
             raise result[1]
         return result[0]
 
+    def mailbox(self) -> Mailbox:
+        """The mailbox of the running event loop."""
+        loop = asyncio.get_running_loop()
+        found = self._mailboxes.get(loop)
+        if found is None:
+            for other in [known for known in self._mailboxes if known.is_closed()]:
+                del self._mailboxes[other]
+            found = self._mailboxes[loop] = Mailbox(loop, self._dirty)
+        return found
+
+    def stalled(self) -> float:
+        """For how many seconds there has been work without any step or order coming to its end."""
+        moved = self._moved
+        return 0.0 if moved is None else max(0.0, self._clock.now() - moved)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs and takes orders."""
+        return self._thread.is_alive() and self.error is None and not self._closing
+
     def close(self) -> None:
         """Abort what runs, end the thread."""
         with self._wake:
@@ -95,25 +122,37 @@ class Service:
         try:
             while self._take_orders():
                 self.engine.step()
+                self._told()
         except BaseException as error:
             log.exception("the step loop failed")
             with self._wake:
                 self.error = error
         finally:
             self._end_all()
+            self._told()
+
+    def _told(self) -> None:
+        """A step or an order has ended: tell those who listen."""
+        self._moved = self._clock.now()
+        while self._dirty:
+            self._dirty.pop().flush()
 
     def _take_orders(self) -> bool:
         """Carry out what was ordered; wait while there is nothing to do.  False when closing."""
         while True:
             with self._wake:
                 while not (self._orders or self._closing or self.engine.busy or self.engine.orphans):
+                    self._moved = None
                     self._wake.wait()
+                if self._moved is None:
+                    self._moved = self._clock.now()
                 if self._closing:
                     return False
                 work = self._orders.popleft() if self._orders else None
             if work is None:
                 return True
             work()
+            self._told()
 
     def _end_all(self) -> None:
         with self._wake:
@@ -135,14 +174,6 @@ class Service:
                     request.sink(Finished(request.id, request.error or "the engine failed"))
 
 
-def _signal(loop: asyncio.AbstractEventLoop, done: asyncio.Event, event: Event) -> None:
-    if isinstance(event, Finished):
-        try:
-            loop.call_soon_threadsafe(done.set)
-        except RuntimeError:  # the reader's loop is closed: nobody listens any more
-            pass
-
-
 class AsyncLLM:
     """The engine for asyncio: requests from any task join the running batch at once.
 
@@ -150,8 +181,10 @@ class AsyncLLM:
     leaving the loop, cancelling the task or :meth:`abort` ends a request within a step.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
-        self._parts: Parts = build(str(model), EngineConfig.of(**settings))
+    def __init__(self, model: str, *, progress: bool = False, **settings: Any) -> None:
+        config = EngineConfig.of(**settings)
+        with load_bar(progress) as told:
+            self._parts: Parts = build(str(model), config, told)
         self._service = Service(self._parts.engine)
         self._requests: dict[str, Request] = {}
 
@@ -218,9 +251,13 @@ class AsyncLLM:
 
     async def beam_search(self, prompt: Prompt, width: int = 4, max_tokens: int = 64, **options: Any) -> RequestOutput:
         """The best answers by beam search; arguments as :meth:`octavo.LLM.beam_search`, for one prompt."""
-        loop = asyncio.get_running_loop()
         done = asyncio.Event()
-        sink = partial(_signal, loop, done)
+
+        def receive(event: Event) -> None:
+            if isinstance(event, Finished):
+                done.set()
+
+        sink = self._service.mailbox().sink(receive)
         request = self._parts.intake.beam_search(prompt, width=width, max_tokens=max_tokens, sink=sink, **options)
         self._service.submit(request)
         try:
@@ -241,15 +278,8 @@ class AsyncLLM:
         user: str,
         cache_salt: str | None,
     ) -> AsyncGenerator[tuple[Request, Event], None]:
-        loop = asyncio.get_running_loop()
         queue: asyncio.Queue[Event] = asyncio.Queue()
-
-        def sink(event: Event) -> None:
-            try:
-                loop.call_soon_threadsafe(queue.put_nowait, event)
-            except RuntimeError:  # the reader's loop is closed: nobody listens any more
-                pass
-
+        sink = self._service.mailbox().sink(queue.put_nowait)
         request = self._parts.intake.request(
             prompt, params, id=request_id, priority=priority, user=user, cache_salt=cache_salt, sink=sink
         )
@@ -282,11 +312,12 @@ class AsyncLLM:
 
     @property
     def parts(self) -> Parts:
-        """The engine and its parts; to be touched in the engine's thread only, through :attr:`service`."""
+        """The engine and its parts, for those who build on them; the engine is its own thread's to touch."""
         return self._parts
 
     @property
     def service(self) -> Service:
+        """The engine's thread, for those who submit requests and give orders themselves."""
         return self._service
 
     @property

@@ -14,18 +14,17 @@ import time
 from array import array
 from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from octavo.core.sequence import Sequence
 from octavo.engine.service import AsyncLLM
-from octavo.errors import EngineError
+from octavo.server.errors import ApiError
 from octavo.watch.recorder import Recorder
 from octavo.watch.snapshot import FIGURES, LENGTH, SLOTS, STATES, SWAPPED, Held, Snapshot, snapshot
 
-Mode = Literal["off", "shape", "text"]
 T = TypeVar("T")
 
 BEAT = 5.0  # seconds after which a stream without frames says that it is there
@@ -55,17 +54,22 @@ def record(llm: AsyncLLM, **settings: Any) -> Recorder:
     return Recorder(take, llm.service.call, lambda: engine.counters.steps + len(engine.requests), **settings)
 
 
-def router(llm: AsyncLLM, recorder: Recorder, mode: Mode, *, model: str, keyed: bool = False) -> APIRouter:
+def router(llm: AsyncLLM, recorder: Recorder, mode: str, *, model: str, keyed: bool = False) -> APIRouter:
     """The map's routes; none with mode "off".
 
     ``keyed``: whether only requests with a key get to the routes under ``/v1``.  The page itself needs none, it holds
     nothing.  Texts are told in mode "text" only, and then to those with a key or on this very machine.
     """
     routes = APIRouter()
-    if mode != "off":
-        _add_page(routes)
-        _add_frames(routes, llm, recorder, lambda request: mode == "text" and (keyed or local(request)), model)
-        _add_texts(routes, llm, lambda request: mode == "text" and (keyed or local(request)))
+    if mode == "off":
+        return routes
+
+    def tells(request: Request) -> bool:
+        return mode == "text" and (keyed or local(request))
+
+    _add_page(routes)
+    _add_frames(routes, llm, recorder, tells, model)
+    _add_texts(routes, llm, tells)
     return routes
 
 
@@ -92,7 +96,9 @@ def _add_page(routes: APIRouter) -> None:
 
     @routes.get("/map/{name}", include_in_schema=False)
     async def part(name: str) -> Response:
-        return _file(name, pages[name]) if name in pages else _missing(f"there is no {name} here", "name")
+        if name not in pages:
+            raise ApiError(404, f"there is no {name} here", param="name")
+        return _file(name, pages[name])
 
 
 def _file(name: str, content: bytes) -> Response:
@@ -117,10 +123,7 @@ def _add_frames(
     @routes.get("/v1/kv")
     async def now(request: Request) -> Response:
         """The block pool at this moment: counts and contents of all blocks, and each sequence's block tables."""
-        try:
-            serial, shot = await asyncio.to_thread(recorder.fresh)
-        except EngineError as error:
-            return _failed(str(error), "engine_error", 503)
+        serial, shot = await asyncio.to_thread(recorder.fresh)
         return JSONResponse({**about, "texts": tells(request), "serial": serial, **described(shot)})
 
     @routes.get("/v1/kv/history", response_class=Response)
@@ -133,7 +136,7 @@ def _add_frames(
     async def stream(after: int = 0) -> Response:
         """The frames after the one with this serial number as they come; a length of 0 says that all is well."""
         if recorder.watched >= MOST_WATCHERS:
-            return _failed(f"{MOST_WATCHERS} watch already", "rate_limit_error", 429)
+            raise ApiError(429, f"{MOST_WATCHERS} watch already", headers={"Retry-After": "5"})
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(coming(recorder, after), media_type="application/octet-stream", headers=headers)
 
@@ -215,23 +218,17 @@ def _add_texts(routes: APIRouter, llm: AsyncLLM, tells: Callable[[Request], bool
     async def block_text(request: Request, block: int) -> Response:
         """Who holds a block, at which place in their tables, and its text."""
         if not 0 <= block < kv.pool.size:
-            return _missing(f"the pool has blocks 0 to {kv.pool.size - 1}, not {block}", "block")
-        try:
-            holders, tokens = await asked(lambda: holders_of(llm, block))
-        except EngineError as error:
-            return _failed(str(error), "engine_error", 503)
+            raise ApiError(404, f"the pool has blocks 0 to {kv.pool.size - 1}, not {block}", param="block")
+        holders, tokens = await asked(lambda: holders_of(llm, block))
         text = llm.tokenizer.decode(tokens, skip_special=False) if tells(request) and tokens is not None else None
         return JSONResponse({"block": block, "holders": holders, "text": text})
 
     @routes.get("/v1/kv/sequences/{number}")
     async def sequence_text(request: Request, number: int) -> Response:
         """A sequence's text, cut where its blocks end; no tokens if it has ended."""
-        try:
-            tokens = await asked(lambda: tokens_of(llm, number))
-        except EngineError as error:
-            return _failed(str(error), "engine_error", 503)
+        tokens = await asked(lambda: tokens_of(llm, number))
         if tokens is None:
-            return _missing(f"there was no sequence {number} so far", "number")
+            raise ApiError(404, f"there was no sequence {number} so far", param="number")
         texts = cut(tokens, kv.block_size, llm.tokenizer.token_bytes) if tells(request) and tokens else None
         return JSONResponse({"number": number, "tokens": len(tokens), "blocks": texts})
 
@@ -271,12 +268,3 @@ def cut(tokens: list[int], size: int, raw: Callable[[int], bytes]) -> list[str]:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     starts = range(0, len(tokens), size)
     return [decoder.decode(b"".join(map(raw, tokens[a : a + size])), final=a + size >= len(tokens)) for a in starts]
-
-
-def _missing(message: str, field: str) -> JSONResponse:
-    return _failed(message, "invalid_request_error", 404, field)
-
-
-def _failed(message: str, kind: str, status: int, field: str | None = None) -> JSONResponse:
-    error = {"message": message, "type": kind, "param": field, "code": None}
-    return JSONResponse({"error": error}, status_code=status)

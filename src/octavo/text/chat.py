@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -46,6 +48,11 @@ class ChatTemplate:
     def source(self) -> str | None:
         return self._sources.get("default")
 
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model has a template that says anything of tools."""
+        return "tool_use" in self._sources or re.search(r"\btools\b", self.source or "") is not None
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -56,7 +63,12 @@ class ChatTemplate:
     ) -> str:
         """The prompt for ``messages``: dicts with a role and a content (text, or a list of text parts).
 
-        ``kwargs`` are handed to the template (``enable_thinking`` and the like).  Raises ``RequestError``.
+        ``tools`` are described as in OpenAI's API; a template that knows nothing of tools leaves them out
+        (:attr:`takes_tools`).  An earlier call's arguments may be JSON text, as that API has them, or an object, as
+        templates have them.  ``kwargs`` are handed to the template (``enable_thinking`` and the like).
+
+        Raises ``RequestError`` for messages or tools that are malformed or that the template refuses, in its own
+        words, and where the model has no template; ``ModelError`` for a template that cannot be read.
         """
         template, takes_parts = self._template("tool_use" if tools and "tool_use" in self._sources else "default")
         if "messages" in kwargs:
@@ -66,7 +78,7 @@ class ChatTemplate:
             **self._specials,
             **kwargs,
             "messages": [_message(i, message, takes_parts) for i, message in enumerate(_listed(messages))],
-            "tools": None if tools is None else [dict(tool) for tool in tools],
+            "tools": None if tools is None else _tools(tools),
             "add_generation_prompt": add_generation_prompt,
         }
         return self._run(template, variables)
@@ -121,6 +133,33 @@ def _listed(messages: Any) -> Sequence[Any]:
     return messages
 
 
+def _tools(tools: Any) -> list[dict[str, Any]]:
+    if isinstance(tools, (str, bytes, Mapping)) or not isinstance(tools, Sequence):
+        raise RequestError("tools must be a list of objects that describe functions.", field="tools")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise RequestError(f"tools[{index}] must be an object, not {type(tool).__name__}.", field=f"tools[{index}]")
+    return [dict(tool) for tool in tools]
+
+
+def _calls(where: str, calls: Any) -> list[Any]:
+    """Earlier calls as templates expect them: arguments that are the JSON text of an object become the object."""
+    if isinstance(calls, (str, bytes, Mapping)) or not isinstance(calls, Sequence):
+        raise RequestError(f"{where} must be a list of calls.", field=where)
+    out = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"])
+            except (ValueError, RecursionError):
+                arguments = None
+            if isinstance(arguments, dict):
+                call = {**call, "function": {**function, "arguments": arguments}}
+        out.append(call)
+    return out
+
+
 def _message(index: int, message: Any, takes_parts: bool) -> dict[str, Any]:
     """One message as templates expect it: keys with None left out, text parts joined unless the template joins them."""
     where = f"messages[{index}]"
@@ -129,6 +168,8 @@ def _message(index: int, message: Any, takes_parts: bool) -> dict[str, Any]:
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise RequestError(f"{where} needs a role, such as 'user'.", field=f"{where}.role")
     out = {key: value for key, value in message.items() if value is not None}
+    if "tool_calls" in out:
+        out["tool_calls"] = _calls(f"{where}.tool_calls", out["tool_calls"])
     content = out.get("content")
     if content is None:
         if out["role"] != "assistant":

@@ -37,7 +37,7 @@ class Recorder:
     """Owns: a thread that asks for snapshots between steps, and the frames of the last minutes.
 
     Promises: ``seconds`` of history in at most ``most_bytes``, given up from its old end; a snapshot every ``slow``
-    seconds while the engine works, every ``fast`` ones while somebody listens, and none while nothing happens; more
+    seconds while the engine works, every ``fast`` while somebody listens, and none while nothing happens; more
     rarely where copying takes long, so that it never takes more than SHARE of the engine's time.
 
     ``take`` makes a snapshot in the engine's thread; ``call`` runs it there, between steps, and waits; ``stirred``
@@ -120,10 +120,9 @@ class Recorder:
         return self._closing.is_set()
 
     def close(self) -> None:
-        """End the thread; may be called twice, and after the engine was closed."""
+        """Nothing more is recorded; waits for nobody, and may be called twice, and after the engine was closed."""
         self._closing.set()
         self._tell()
-        self._thread.join()
 
     def _tell(self) -> None:
         with self._guard:

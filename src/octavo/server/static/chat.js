@@ -68,6 +68,7 @@ export class Chat {
     const body = { n, max_tokens: Number(byId("most").value) || 160, stream: true };
     Object.assign(body, beam ? { use_beam_search: true, beam_width: n } : { temperature: Number(byId("heat").value) });
     Object.assign(body, chat ? { messages: this.messages } : { prompt: question });
+    this.turn.id = `map-${crypto.randomUUID?.() ?? Math.random().toString(36).slice(2)}`;
     await this.listen(chat ? "v1/chat/completions" : "v1/completions", body);
   }
 
@@ -76,7 +77,8 @@ export class Chat {
     this.busy(true);
     byId("ask-note").textContent = body.use_beam_search ? "beams are told when the search is done" : "";
     try {
-      const response = await ask(path, { json: body, signal: this.abort.signal });
+      const headers = { "X-Request-Id": this.turn.id }; // by which the map knows its sequences
+      const response = await ask(path, { json: body, headers, signal: this.abort.signal });
       const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
       let rest = "";
       for (;;) {
@@ -101,7 +103,6 @@ export class Chat {
   hear(chunk) {
     if (chunk.error) throw new Refused(500, chunk.error.message);
     if (!this.turn) return;
-    this.turn.id ??= chunk.id;
     const talk = byId("talk"), atEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
     for (const choice of chunk.choices ?? []) {
       const card = this.turn.cards[choice.index] ?? this.card(choice.index);
@@ -134,7 +135,7 @@ export class Chat {
   tint(full, requests) {
     if (!this.turn?.id || !full) return;
     for (const sequence of full.sequences) {
-      if (!requests.get(sequence.request)?.startsWith(this.turn.id)) continue;
+      if (requests.get(sequence.request) !== this.turn.id) continue;
       const card = this.turn.cards[sequence.branch];
       if (!card) continue;
       const own = `c${colourOf(sequence)}`;

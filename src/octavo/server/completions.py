@@ -1,0 +1,84 @@
+"""/v1/completions: a text is continued."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from octavo.server import to_request
+from octavo.server.answers import Answers, Piece
+from octavo.server.generation import ClientLeft, Generation
+from octavo.server.logprobs import TextLogprobs, TokenNames
+from octavo.server.routing import begun, fresh_id, json_answer, left, state_of, user_of
+from octavo.server.schema import CompletionBody
+from octavo.server.sse import EventStream, event
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(body: CompletionBody, http: Request) -> Response:
+    """Continues one prompt or several, given as texts or as token ids."""
+    state = state_of(http)
+    model = state.check_model(body.model)
+    body.report_unknown("/v1/completions")
+    asked = to_request.completion(body, state.settings, user_of(http))
+    prompts = to_request.prompts(body.prompt, state.settings)
+    generation = Generation(state, asked)
+    await begun(generation, http, prompts, add_special=body.add_special_tokens is not False)
+    answers = Answers(generation, TokenNames(state.llm.tokenizer), TextLogprobs)
+    form = TextForm(model, state.fingerprint, answers)
+    if asked.stream:
+        return EventStream(answers, form.chunk, form.last, {})
+    async with generation:
+        try:
+            return json_answer(form.whole(await answers.whole()))
+        except ClientLeft:
+            return left()
+
+
+class TextForm:
+    """Owns: an answer's id and time.  Promises: chunks and whole answers that differ only in where they are cut."""
+
+    def __init__(self, model: str, fingerprint: str, answers: Answers) -> None:
+        self._answers = answers
+        self._asked = answers.generation.asked
+        self._head: dict[str, Any] = {
+            "id": fresh_id("cmpl"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+        choices = [self._choice(piece) for piece in pieces]
+        return {**self._head, "choices": choices, "usage": self._answers.usage().body()}
+
+    def chunk(self, piece: Piece) -> bytes:
+        more: dict[str, Any] = {"usage": None} if self._asked.usage else {}
+        return event({**self._head, "choices": [self._choice(piece)], **more})
+
+    def last(self) -> bytes:
+        """The usage, if it was asked for."""
+        if not self._asked.usage:
+            return b""
+        return event({**self._head, "choices": [], "usage": self._answers.usage().body()})
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": piece.choice,
+            "text": piece.text,
+            "logprobs": piece.logprobs,
+            "finish_reason": piece.finish_reason,
+            "stop_reason": piece.stop_reason,
+        }
+        if piece.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = piece.prompt_logprobs
+        if piece.score is not None:
+            choice["score"] = piece.score
+        if self._asked.token_ids:
+            choice["token_ids"] = list(piece.tokens)
+        return choice

@@ -1,0 +1,140 @@
+"""What a model writes, told apart: thoughts, tool calls, and what it says."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from octavo.text.chat import ChatTemplate
+from octavo.text.reasoning import ReasoningStream
+from octavo.text.tools import FORMATS, CallStart, Piece, TextPiece, ToolFormat, ToolStream, tool_format
+
+OPEN, CLOSE = "<think>", "</think>"
+Calls = tuple[dict[str, Any], ...]
+
+
+class Parsed(NamedTuple):
+    """New text, told apart; ``calls`` are tool call deltas in OpenAI's shape."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: Calls = ()
+
+
+class Parser(Protocol):
+    """Tells apart what a model writes into one stream of text: thoughts, tool calls, and what it says."""
+
+    def feed(self, text: str) -> Parsed: ...
+
+    def finish(self) -> Parsed:
+        """What was held back, when no more text comes."""
+        ...
+
+    def reason(self, reason: str) -> str:
+        """The finish reason, given the engine's."""
+        ...
+
+
+class Tooling:
+    """Owns: how this model writes tool calls and thoughts.
+
+    Promises: a model whose template knows no tools is told of them in words, so that tools are never lost in silence.
+    """
+
+    def __init__(self, template: ChatTemplate, name: str | None, reasoning: str) -> None:
+        source = template.source
+        self._known = template.takes_tools
+        self.format: ToolFormat = tool_format(source, name) or FORMATS["hermes"]
+        self._thinks = reasoning == "auto" and OPEN in (source or "")
+
+    def described(self, messages: Any, tools: Sequence[dict[str, Any]] | None) -> tuple[Any, Any]:
+        """The messages and the tools for the template: it is given the tools, or a system message that lists them."""
+        if not tools or self._known or not isinstance(messages, list):
+            return messages, tools
+        text = _in_words(self.format, tools)
+        first = messages[0] if messages else None
+        if isinstance(first, dict) and first.get("role") in ("system", "developer"):
+            if isinstance(first.get("content"), str):
+                return [{**first, "content": f"{first['content']}\n\n{text}"}, *messages[1:]], None
+        return [{"role": "system", "content": text}, *messages], None
+
+    def parser(
+        self, prompt: str, tools: Sequence[dict[str, Any]] | None, choice: str, parallel: bool
+    ) -> OutputParser | None:
+        """A parser for one output, or None where its text is all there is.  ``choice``: see ``checked_choice``."""
+        thoughts = ReasoningStream(OPEN, CLOSE, prompt.rstrip().endswith(OPEN)) if self._thinks else None
+        calls = None
+        if tools and choice != "none":
+            calls = self.format.stream([tool["function"]["name"] for tool in tools])
+        if thoughts is None and calls is None:
+            return None
+        return OutputParser(thoughts, calls, named=choice.startswith("="), parallel=parallel)
+
+
+def _in_words(form: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
+    call = json.dumps({"name": "FUNCTION", form.arguments: {"ARGUMENT": "VALUE"}})
+    if form.name == "hermes":
+        call = f"<tool_call>\n{call}\n</tool_call>"
+    elif form.name == "mistral":
+        call = f"[TOOL_CALLS] [{call}]"
+    listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    return (
+        f"You can call functions. Their signatures:\n{listed}\n"
+        f"To call one, answer with its name and arguments in just this form:\n{call}\n"
+        "Otherwise answer in words."
+    )
+
+
+class OutputParser:
+    """Owns: the text of one output that is not told yet.
+
+    Promises: what it tells, joined, depends on the text alone.  A call's first delta has its id and name, the later
+    ones more of its arguments; with ``parallel`` false, calls after the first are left out.
+    """
+
+    def __init__(
+        self, thoughts: ReasoningStream | None, calls: ToolStream | None, *, named: bool, parallel: bool
+    ) -> None:
+        self._thoughts = thoughts
+        self._calls = calls
+        self._named = named
+        self._parallel = parallel
+        self._count = 0
+
+    def feed(self, text: str) -> Parsed:
+        reasoning = ""
+        if self._thoughts is not None:
+            reasoning, text = self._thoughts.feed(text)
+        if self._calls is None:
+            return Parsed(text, reasoning)
+        return self._told(reasoning, self._calls.feed(text) if text else [])
+
+    def finish(self) -> Parsed:
+        """What was held back, when no more text comes."""
+        reasoning, text = self._thoughts.finish() if self._thoughts is not None else ("", "")
+        if self._calls is None:
+            return Parsed(text, reasoning)
+        return self._told(reasoning, [*self._calls.feed(text), *self._calls.finish()])
+
+    def reason(self, reason: str) -> str:
+        """The finish reason as OpenAI has it: "tool_calls" if the model chose to call something."""
+        return "tool_calls" if reason == "stop" and self._count and not self._named else reason
+
+    def _told(self, reasoning: str, pieces: Sequence[Piece]) -> Parsed:
+        content, calls = "", []
+        for piece in pieces:
+            if isinstance(piece, TextPiece):
+                content += piece.text
+                continue
+            if piece.index and not self._parallel:
+                continue
+            if isinstance(piece, CallStart):
+                self._count += 1
+                function = {"name": piece.name, "arguments": ""}
+                id = f"call_{secrets.token_hex(12)}"
+                calls.append({"index": piece.index, "id": id, "type": "function", "function": function})
+            else:
+                calls.append({"index": piece.index, "function": {"arguments": piece.text}})
+        return Parsed(content, reasoning, tuple(calls))

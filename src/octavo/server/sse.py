@@ -1,0 +1,62 @@
+"""Server-sent events: an answer's pieces as they come, written without a detour."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo.server.answers import Answers, Piece
+from octavo.server.errors import as_api_error
+from octavo.server.generation import ClientLeft
+
+DONE = b"data: [DONE]\n\n"
+
+
+def dumps(value: Any) -> bytes:
+    """Strict JSON, compact; NaN would be a fault of ours and raises."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def event(value: Any) -> bytes:
+    return b"data: " + dumps(value) + b"\n\n"
+
+
+class EventStream(Response):
+    """Owns: a generation from its first piece to its end.
+
+    Promises: one write for all that is new at a time; an error after the beginning is an event of its own, since the
+    status is sent; the generation is ended however the connection ends.
+    """
+
+    def __init__(
+        self, answers: Answers, chunk: Callable[[Piece], bytes], last: Callable[[], bytes], headers: Mapping[str, str]
+    ) -> None:
+        self.answers = answers
+        self.chunk = chunk
+        self.last = last
+        self.status_code = 200
+        self.background = None
+        self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
+
+    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
+        self.raw_headers = [(name.lower().encode("latin-1"), value.encode("latin-1"))
+                            for name, value in (headers or {}).items()]  # fmt: skip
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self.answers.generation:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            chunk = self.chunk
+            try:
+                async for pieces in self.answers.pieces():
+                    data = chunk(pieces[0]) if len(pieces) == 1 else b"".join([chunk(piece) for piece in pieces])
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                data = self.last() + DONE
+            except ClientLeft:
+                return
+            except Exception as error:
+                data = event(as_api_error(error).body()) + DONE
+            await send({"type": "http.response.body", "body": data, "more_body": False})
