@@ -15,7 +15,6 @@ export class Grid {
     this.lit = null; // a Set of cells, or null when none is to stand out
     this.cursor = -1;
     this.flashes = new Map(); // cell -> when its ring began
-    this.spent = []; // milliseconds of the latest drawings
     this.layout();
   }
 
@@ -51,7 +50,7 @@ export class Grid {
   corner(cell) { return [(cell % this.columns) * this.pitch, Math.floor(cell / this.columns) * this.pitch]; }
 
   show(looks) {
-    const began = performance.now(), ctx = this.base.getContext("2d"), s = this.pitch - this.gap;
+    const ctx = this.base.getContext("2d"), s = this.pitch - this.gap;
     this.looks = looks;
     for (let i = 0; i < looks.length; i++) {
       if (looks[i] === this.drawn[i]) continue;
@@ -60,8 +59,6 @@ export class Grid {
       this.draw(ctx, x, y, s, looks[i]);
       this.drawn[i] = looks[i];
     }
-    this.spent.push(performance.now() - began);
-    if (this.spent.length > 600) this.spent.shift();
   }
 
   // Cells that were just written as copies of others.

@@ -128,8 +128,11 @@ function viewTime() {
   return view.mode === "still" ? view.time : view.time + performance.now() / 1000 - view.since;
 }
 
+const spent = []; // milliseconds of the latest drawings of the whole page
+
 function draw() {
   if (!shown) return;
+  const began = performance.now();
   const looks = looksOf(shown, history.blockSize), host = hostLooks(shown);
   grid.show(looks);
   hostGrid?.show(host);
@@ -138,6 +141,8 @@ function draw() {
   light();
   drawFigures();
   chat.tint(history.live, history.requests);
+  spent.push(performance.now() - began);
+  if (spent.length > 600) spent.shift();
 }
 
 function tick() {
@@ -449,6 +454,7 @@ globalThis.octavo = {
   get history() { return history; },
   get view() { return view; },
   get grid() { return grid; },
+  spent,
 };
 
 start().catch((error) => {
