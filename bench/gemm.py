@@ -5,7 +5,7 @@
 A shape is columns x rows of W (K x N).  Each product runs against as many different matrices as no cache holds.
 Figures are shares: for one row of the read bandwidth (bytes of packed weights over the time, against a plain read of
 memory), for several of what float fma reaches in registers (two operations a weight and row; the integer products of
-the fast path may pass 100 %).  All are measured in turn, round by round; medians are printed.  Exits with 1 if a figure is
+the fast path may pass 100 %).  All are measured in turn, round by round; medians are printed.  Exits with 1 if one is
 missed.
 """
 

@@ -128,6 +128,11 @@ class Engine:
         self.executor.close()
 
     @property
+    def sequences(self) -> int:
+        """How many there have been so far; the latest has this number."""
+        return self._sequences
+
+    @property
     def busy(self) -> bool:
         return not self.scheduler.idle
 
