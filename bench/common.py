@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import octavo
+from octavo.cli.console import columns
 
 OUT = Path(__file__).parent / "out"
 
@@ -75,10 +76,7 @@ def save(name: str, report: dict[str, Any]) -> Path:
 
 def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
     """The first column to the left, the others to the right."""
-    widths = [max(len(str(line[i])) for line in [head, *lines]) for i in range(len(head))]
-    for line in [head, *lines]:
-        cells = [str(c).rjust(w) if i else str(c).ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
-        print("  ".join(cells).rstrip(), flush=True)
+    columns([head, *lines])
 
 
 def verdict(what: str, value: float, bound: float, at_least: bool = True) -> bool:

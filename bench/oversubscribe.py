@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import plots
 from common import OUT, Length, save, shared_chats, table, traced, verdict
 
 from octavo import LLM, SamplingParams
@@ -30,6 +29,7 @@ from octavo.core.plan import Move, Plan, RowResult, StepResult
 from octavo.core.request import Request
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake
+from octavo.loadgen import plots
 from octavo.paging.kv import KV
 from octavo.schedule.budget import TokenBudget
 

@@ -14,11 +14,11 @@ import sys
 import time
 from typing import Any
 
-import plots
 from common import OUT, save, table, verdict
 
 from octavo import LLM, SamplingParams
 from octavo.core.plan import DEVICE, HOST, Move, Place, Plan
+from octavo.loadgen import plots
 from octavo.schedule.preempt import SwapChoice
 
 

@@ -13,6 +13,7 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from collections.abc import Iterator  # noqa: E402
 from functools import cache  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
@@ -21,6 +22,7 @@ import pytest  # noqa: E402
 
 if TYPE_CHECKING:
     from oracle import Truth
+    from process import ServerProcess
     from tiny import Tiny
 
 
@@ -63,3 +65,28 @@ class TinyModels:
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("tiny"))
+
+
+CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+
+
+@pytest.fixture(scope="session")
+def tiny_server(tiny_models: TinyModels) -> Iterator[ServerProcess]:
+    """A server process on a Llama of two layers with a chat template, exact and in float32."""
+    from process import SMALL, ServerProcess
+
+    folder = tiny_models.get("llama").save(tiny_models.root / "tiny-chat")
+    (folder / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
+    with ServerProcess(folder, *SMALL, "--compute", "exact") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def real_server() -> Iterator[ServerProcess]:
+    """A server process on SmolLM2, which knows what it says."""
+    if not os.environ.get("OCTAVO_REAL_MODELS"):
+        pytest.skip("real models are not asked for (OCTAVO_REAL_MODELS)")
+    from process import ServerProcess
+
+    with ServerProcess("smollm2-135m", "--kv-memory", "256MiB", "--access-log", "off") as server:
+        yield server

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from octavo.cli.options import Command, command
 
@@ -171,22 +172,53 @@ def serve(
     return run(model, server, engine)
 
 
-@app.command(cls=Command)
+class _Bench(TyperGroup):
+    """``octavo bench MODEL`` is ``octavo bench engine MODEL``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ctx.help_option_names:
+            args = ["engine", *args]
+        return super().parse_args(ctx, args)
+
+
+bench = typer.Typer(name="bench", cls=_Bench, no_args_is_help=True, help="Measure the engine, or a server under load.")
+app.add_typer(bench)
+
+
+@bench.command("engine", cls=Command)
 @command
-def bench(
+def bench_engine(
     model: Model,
     engine: Any,
     prompt: Annotated[int, typer.Option(min=1, metavar="N", help="prompt tokens of a request")] = 128,
     output: Annotated[int, typer.Option(min=2, metavar="N", help="tokens that a request answers")] = 64,
     requests: Annotated[int, typer.Option(min=1, metavar="N", help="requests at once")] = 16,
 ) -> int:
-    """Measure tokens a second on this machine.
+    """Measure tokens a second on this machine (also without the word engine).
 
     On random prompts: one request's prefill and decode, then many requests at once.
     """
     from octavo.cli.bench import run
 
     return run(model, prompt, output, requests, engine)
+
+
+@bench.command("serve", cls=Command)
+@command
+def bench_serve(
+    load: Any,
+    url: Annotated[str, typer.Argument(metavar="URL", help="where the server is, with or without /v1")] = (
+        "http://127.0.0.1:8000"
+    ),
+) -> int:
+    """Put a load on a server that speaks OpenAI's API.
+
+    Prints rates and percentiles of the times to the first token, between tokens and to the end.  Without --rate or
+    --trace it keeps 16 requests in flight; Ctrl-C prints what was measured so far.
+    """
+    from octavo.cli.bench_serve import run
+
+    return run(url, load)
 
 
 @app.command(cls=Command)

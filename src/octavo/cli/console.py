@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class _Compact(logging.Formatter):
@@ -13,7 +13,9 @@ class _Compact(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         part = record.name.removeprefix("octavo.")
         start = part if record.levelno < logging.WARNING else record.levelname.lower()
-        return f"{start}: {record.getMessage()}"
+        text = f"{start}: {record.getMessage()}"
+        # What nobody expected is told whole: a server goes on after it, and its log is all there is.
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 
 
 def show_log(verbose: bool) -> None:
@@ -37,6 +39,15 @@ def rows(pairs: Iterable[tuple[str, object]], indent: str = "") -> None:
         print(f"{indent}{name:<{width}}  {first}".rstrip())
         for line in more:
             print(f"{indent}{'':<{width}}  {line}")
+
+
+def columns(lines: Iterable[Sequence[str]]) -> None:
+    """Prints a table: the first column to the left, the others to the right."""
+    table = list(lines)
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    for line in table:
+        cells = [c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))]
+        print("  ".join(cells).rstrip())
 
 
 def counted(number: int, thing: str) -> str:

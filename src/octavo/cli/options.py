@@ -20,6 +20,7 @@ from octavo.config import EngineConfig
 from octavo.core.guide import Guide
 from octavo.core.params import ParamError, SamplingParams
 from octavo.errors import ConfigError
+from octavo.loadgen.config import LoadConfig
 
 Settings = dict[str, Any]
 
@@ -84,6 +85,36 @@ SAMPLING = (
     Flag("skip_special_tokens", "keep special tokens in the text"),
     Flag("include_stop_str_in_output", "keep the stop text in the answer"),
     Flag("guide", "form of the answer: json, json=SCHEMA, regex=PATTERN, choice=A|B, lark=GRAMMAR; =@FILE", "FORM"),
+)
+
+LOAD = (
+    Flag("model", "as the server names it (default: the first that it lists)", "NAME"),
+    Flag("requests", "how many (default: 64, or the whole trace)", "N", "-n"),
+    Flag("duration", "start none after this time", "SECONDS"),
+    Flag("concurrency", "keep N in flight, one comes when another ends (default: 16)", "N", "-c"),
+    Flag("rate", "N a second on average in a Poisson process, whether others have ended or not", "N"),
+    Flag("trace", "times and lengths from a .csv (TIMESTAMP, ContextTokens, GeneratedTokens) or .jsonl", "FILE"),
+    Flag("speed", "play the trace so many times as fast", "X"),
+    Flag("scale", "multiply the trace's lengths", "X"),
+    Flag("prompt", "tokens of a prompt", "N"),
+    Flag("output", "tokens of an answer", "N"),
+    Flag("spread", "draw lengths log-normally around these means with this sigma; 0: all alike", "S"),
+    Flag("context", "cut prompts and answers so that both fit into N tokens", "N"),
+    Flag("prefixes", "prompts begin with one of N common prefixes", "N"),
+    Flag("prefix_tokens", "tokens of a common prefix, ahead of the prompt's own", "N"),
+    Flag("prefix_share", "the share of requests that have one", "P"),
+    Flag("chat", "ask /v1/chat/completions instead of /v1/completions"),
+    Flag("token_ids", "prompts as token ids instead of text"),
+    Flag("vocab", "with --token-ids: draw from so many (default: of common words, by the server's /tokenize)", "N"),
+    Flag("ignore_eos", "let answers end early (some servers do not know ignore_eos)"),
+    Flag("extra", "further fields of each request", "JSON"),
+    Flag("api_key", "sent as a bearer token (default: from OCTAVO_API_KEY)", "KEY"),
+    Flag("goodput", "count requests within limits, such as ttft:500,itl:50,e2e:9000", "LIMITS"),
+    Flag("warmup", "requests ahead that are not counted", "N"),
+    Flag("time_limit", "give a request up after this time", "SECONDS"),
+    Flag("seed", "the same seed gives the same requests at the same times", "N"),
+    Flag("json", "write all figures there, and a line for each request", "FILE"),
+    Flag("plots", "draw plots there, as SVG", "DIR"),
 )
 
 SERVER = (
@@ -166,6 +197,7 @@ _TABLES: dict[str, tuple[tuple[Flag, ...], type, str]] = {
     "engine": (ENGINE, EngineConfig, "Engine"),
     "memory": (tuple(flag for flag in ENGINE if flag.field in MEMORY), EngineConfig, "Memory"),
     "sampling": (SAMPLING, SamplingParams, "Sampling"),
+    "load": (LOAD, LoadConfig, "Load"),
 }
 
 
@@ -192,7 +224,7 @@ _COMMON = {
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Expands parameters called ``engine``, ``memory``, ``sampling`` and ``server`` into options.
+    """Expands parameters called ``engine``, ``memory``, ``sampling``, ``server`` and ``load`` into options.
 
     The function gets what was given of each as a dict.  Every command also takes --verbose and --debug.
     """
