@@ -4,8 +4,9 @@
 - other: prose, greedy and sampled at temperature 1, where there is nothing to look up
 - crowd: the repeating prompts so many at a time that nothing is drafted
 
-Each round asks everything of an engine with and of one without, in alternating order; a round's ratio is that of
-tokens a second after the first token (crowd: in all).  The answers must be the same, token for token.
+Each round asks the same engine with its drafter and without, in alternating order, so that nothing else differs (two
+engines in a process do: in where their memory lies).  A round's ratio is that of tokens a second after the first token
+(crowd: in all).  The answers must be the same, token for token.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,20 +87,34 @@ def ask(llm: LLM, prompt: str, given: SamplingParams) -> Run:
     return Run(tokens, (len(tokens) - 1) / (seconds - (output.first_token_seconds or 0.0)), seconds)
 
 
-def compare(engines: dict[str, LLM], name: str, prompt: str, given: SamplingParams, rounds: int) -> dict[str, Any]:
-    """Ratios of rounds with over without, the engines in turn first."""
+@contextmanager
+def drafter(llm: LLM, which: str) -> Iterator[None]:
+    """The engine with its drafter, or without."""
+    engine = llm.parts.engine
+    kept = engine.drafter
+    if which == "without":
+        engine.drafter = None
+    try:
+        yield
+    finally:
+        engine.drafter = kept
+
+
+def compare(llm: LLM, name: str, prompt: str, given: SamplingParams, rounds: int) -> dict[str, Any]:
+    """Ratios of rounds with over without, each first in turn."""
     rates: dict[str, list[float]] = {"with": [], "without": []}
-    before = engines["with"].stats().counters
+    before = llm.stats().counters
     for round in range(rounds + 1):
         runs = {}
         for which in ("with", "without") if round % 2 else ("without", "with"):
-            runs[which] = ask(engines[which], prompt, given)
+            with drafter(llm, which):
+                runs[which] = ask(llm, prompt, given)
         if runs["with"].tokens != runs["without"].tokens:
             raise SystemExit(f"error: {name}: the answers with and without speculation differ")
         if round:  # the first reads the prompt and touches memory
             for which, run in runs.items():
                 rates[which].append(run.rate)
-    after = engines["with"].stats().counters
+    after = llm.stats().counters
     return {
         "tokens": len(runs["with"].tokens),
         "rates": rates,
@@ -107,7 +124,7 @@ def compare(engines: dict[str, LLM], name: str, prompt: str, given: SamplingPara
     }
 
 
-def crowd(engines: dict[str, LLM], given: argparse.Namespace) -> dict[str, Any]:
+def crowd(llm: LLM, given: argparse.Namespace) -> dict[str, Any]:
     prompts = [list(REPEATS.values())[i % len(REPEATS)] for i in range(given.crowd)]
     params = SamplingParams(temperature=0.0, max_tokens=given.output, ignore_eos=True)
     talks = [[{"role": "user", "content": prompt}] for prompt in prompts]
@@ -116,7 +133,8 @@ def crowd(engines: dict[str, LLM], given: argparse.Namespace) -> dict[str, Any]:
         answers = {}
         for which in ("with", "without") if round % 2 else ("without", "with"):
             began = time.perf_counter()
-            outputs = engines[which].chat(talks, params)
+            with drafter(llm, which):
+                outputs = llm.chat(talks, params)
             seconds = time.perf_counter() - began
             answers[which] = [list(o.outputs[0].token_ids) for o in outputs]
             if round:
@@ -179,24 +197,21 @@ def main() -> int:
     given = arguments()
     report: dict[str, Any] = {"settings": vars(given)}
     good = True
-    settings: dict[str, Any] = {"kv_memory": "256MiB", "threads": given.threads}
-    plain = LLM(given.model, **settings)
-    with plain, LLM(given.model, speculate=given.speculate, **settings) as drafting:
-        engines = {"with": drafting, "without": plain}
+    with LLM(given.model, kv_memory="256MiB", threads=given.threads, speculate=given.speculate) as llm:
         if given.only in (None, "repeats"):
             params = SamplingParams(temperature=0.0, max_tokens=given.output)
-            found = {name: compare(engines, name, p, params, given.rounds) for name, p in REPEATS.items()}
+            found = {name: compare(llm, name, p, params, given.rounds) for name, p in REPEATS.items()}
             report["repeats"] = found
             good &= judged("text that repeats its prompt", shown(found), 1.5)
         if given.only in (None, "other"):
             found = {}
             for name, (prompt, temperature) in OTHER.items():
                 params = SamplingParams(temperature=temperature, max_tokens=given.output, seed=given.seed)
-                found[name] = compare(engines, name, prompt, params, given.rounds)
+                found[name] = compare(llm, name, prompt, params, given.rounds)
             report["other"] = found
             good &= judged("text that does not", shown(found), 0.97)
         if given.only in (None, "crowd"):
-            report["crowd"] = one = crowd(engines, given)
+            report["crowd"] = one = crowd(llm, given)
             with_, without = (statistics.median(one["rates"][which]) for which in ("with", "without"))
             print(f"{given.crowd} at a time: {without:.0f} tokens a second without, {with_:.0f} with")
             good &= judged(f"{given.crowd} at a time", one["ratios"], 0.97)
