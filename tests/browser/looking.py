@@ -22,7 +22,8 @@ ANSWERS = {"sea": STORY, "again": "Once more.", **{f"q{i}": f"Answer {i}. " * 30
 def come_true(page: Any, expression: str, seconds: float = 20.0) -> None:
     """Wait for it; by evaluating from outside, since the page's policy lets nobody evaluate text inside."""
     end = time.monotonic() + seconds
-    while not page.evaluate(f"() => Boolean({expression})"):
+    asked = f"() => {{ try {{ return Boolean({expression}); }} catch {{ return false; }} }}"
+    while not page.evaluate(asked):
         assert time.monotonic() < end, f"never came true: {expression}"
         page.wait_for_timeout(15)
 

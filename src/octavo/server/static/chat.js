@@ -65,7 +65,7 @@ export class Chat {
     this.turn.box.className = "answers";
     byId("talk").append(this.turn.box);
     for (let i = 0; i < n; i++) this.card(i);
-    const body = { n, max_tokens: Number(byId("most").value) || 160, stream: true };
+    const body = { n, max_tokens: Number(byId("most").value) || 160, stream: !beam };
     Object.assign(body, beam ? { use_beam_search: true, beam_width: n } : { temperature: Number(byId("heat").value) });
     Object.assign(body, chat ? { messages: this.messages } : { prompt: question });
     this.turn.id = `map-${crypto.randomUUID?.() ?? Math.random().toString(36).slice(2)}`;
@@ -79,6 +79,11 @@ export class Chat {
     try {
       const headers = { "X-Request-Id": this.turn.id }; // by which the map knows its sequences
       const response = await ask(path, { json: body, headers, signal: this.abort.signal });
+      if (!body.stream) {
+        this.hear(await response.json());
+        byId("ask-note").textContent = this.turn?.n > 1 ? "choose the answer to go on with" : "";
+        return;
+      }
       const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
       let rest = "";
       for (;;) {
@@ -106,7 +111,7 @@ export class Chat {
     const talk = byId("talk"), atEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 60;
     for (const choice of chunk.choices ?? []) {
       const card = this.turn.cards[choice.index] ?? this.card(choice.index);
-      const more = choice.delta?.content ?? choice.text ?? "";
+      const more = choice.delta?.content ?? choice.message?.content ?? choice.text ?? "";
       card.text += more;
       if (more) card.body.append(more);
       if (choice.finish_reason) card.node.classList.remove("busy");
