@@ -81,6 +81,9 @@ class BlindExecutor:
             ),
         )
 
+    def flush(self, moves: object) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
