@@ -5,6 +5,7 @@ Skipped where the model isn't pulled, unless OCTAVO_REAL_MODELS is set, as it is
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -32,13 +33,15 @@ def run(*arguments: str) -> str:
 
 
 def test_the_readme_programs() -> None:
-    _, first, branches = PROGRAM
+    _, first, branches, guides = PROGRAM
     out = run("-c", first)
     assert "The sea is -> " in out and "Apples" in out and "3 requests finished" in out
     out = run("-c", branches)
     assert len(out.splitlines()) >= 7
     scores = {word: float(value) for word, value in (line.split() for line in out.splitlines()[4:6])}
     assert scores["giraffe"] > scores["mouse"]
+    form, choice, word = run("-c", guides).splitlines()
+    assert set(json.loads(form)) >= {"city", "big"} and choice == "Paris" and re.fullmatch("[A-Z]{4,9}!", word)
 
 
 def test_the_readme_program_of_a_client() -> None:

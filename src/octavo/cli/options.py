@@ -10,12 +10,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperArgument, TyperCommand
 
 from octavo.config import EngineConfig
+from octavo.core.guide import Guide
 from octavo.core.params import ParamError, SamplingParams
 from octavo.errors import ConfigError
 
@@ -80,6 +82,7 @@ SAMPLING = (
     Flag("prompt_logprobs", "the same for the prompt (with --json)", "N"),
     Flag("skip_special_tokens", "keep special tokens in the text"),
     Flag("include_stop_str_in_output", "keep the stop text in the answer"),
+    Flag("guide", "form of the answer: json, json=SCHEMA, regex=PATTERN, choice=A|B, lark=GRAMMAR; =@FILE", "FORM"),
 )
 
 SERVER = (
@@ -126,6 +129,7 @@ _TYPES: dict[str, Any] = {
     "tuple[str, ...]": list[str] | None,
     "Sequence[str]": list[str] | None,
     "Sequence[int]": list[int] | None,
+    "Guide | None": str | None,
     "Mapping[int, float] | None": list[str] | None,
     "Mapping[str, float] | None": list[str] | None,
 }
@@ -225,11 +229,30 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
 def _value(field: Field[Any], value: Any) -> Any:
     if field.default is True:
         return not value
+    if field.name == "guide":
+        return _guide(value)
     if field.name == "logit_bias":
         return _pairs(value, int, ParamError("logit_bias", "must be ID=VALUE, such as 42=-100"))
     if field.name == "user_weights":
         return _pairs(value, str, ConfigError("user_weights must be USER=WEIGHT, such as alice=2", "user_weights"))
     return value
+
+
+def _guide(text: str) -> Guide:
+    """From KIND=VALUE, where =@FILE stands for what the file holds."""
+    kind, given, value = text.partition("=")
+    if kind == "json" and not given:
+        return Guide.json()
+    if value.startswith("@"):
+        try:
+            value = Path(value[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ParamError("guide", f"{value[1:]} can't be read: {error}") from None
+    if not given or kind not in ("json", "regex", "choice", "lark"):
+        raise ParamError("guide", "must be json, json=SCHEMA, regex=PATTERN, choice=A|B or lark=GRAMMAR")
+    if kind == "choice":
+        return Guide.choice(value.split("|"))
+    return Guide.json(value) if kind == "json" else Guide.regex(value) if kind == "regex" else Guide.lark(value)
 
 
 def _pairs(given: Sequence[str], key: Callable[[str], Any], error: Exception) -> dict[Any, float]:

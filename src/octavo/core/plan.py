@@ -38,9 +38,11 @@ class Move:
 class Mask(Protocol):
     """Which tokens may be drawn: bit t % 8 of byte t // 8 is token t's.
 
-    Perhaps still being computed beside the step, so it is asked for just before sampling; what it says is settled by
-    the tokens before the draw.
+    What it says is settled by the tokens before the draw.  Computing it takes a while, so it is begun just before the
+    model runs, beside it, and asked for just before sampling.
     """
+
+    def begin(self) -> None: ...
 
     def bits(self) -> bytes: ...
 

@@ -7,7 +7,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from octavo.clock import Clock, RealClock
 from octavo.core.events import Delta, Finished
@@ -134,7 +133,8 @@ class Engine:
         sequence = request.branch(self._sequences, index, tokens)
         request.readers.append(Reader(self.tokenizer, request.params))
         if request.form is not None:
-            request.matchers.append(request.matchers[0].fork() if index else _matcher(request))
+            held = 2**62 if request.params.ignore_eos else request.params.min_tokens  # end tokens
+            request.matchers.append(request.matchers[0].fork() if index else request.form.matcher(held))
         self._owners[sequence.number] = request
         return sequence
 
@@ -170,7 +170,7 @@ class Engine:
         request = self._owners[sequence.number]
         if request.beams is not None:
             return beam_draws(sequence, request.beams.search.kept)
-        mask = request.matchers[sequence.branch].begin() if request.matchers else None
+        mask = request.matchers[sequence.branch].mask() if request.matchers else None
         return draws(sequence, request.rules, mask)
 
     def _fold(self, sequence: Sequence, start: int, stop: int, row: Row, outcome: RowResult, now: float) -> None:
@@ -235,11 +235,11 @@ class Engine:
             text, stop = reader.push(token, count)
         if reason is None and stop is not None:
             reason, sequence.stop_reason = "stop", stop
-        elif reason is None and request.matchers and request.matchers[sequence.branch].advance(token):
-            reason = "stop"  # the guide is fulfilled, and nothing could follow
         elif reason is None and len(sequence.tokens) >= sequence.limit:
             reason = "length"
         if reason is None:
+            if request.matchers:
+                request.matchers[sequence.branch].advance(token)
             self._tell(request, sequence, (token,), text, logprobs)
             return False
         if stop is None:
@@ -408,11 +408,3 @@ class Engine:
             blocks_shared=pool.size - pool.counts.count(0) - pool.counts.count(1),
             token_budget=self.budget.tokens,
         )
-
-
-def _matcher(request: Request) -> Any:
-    """Of a request's first branch; its first mask is computed while the prompt is."""
-    params = request.params
-    matcher = request.form.matcher(2**62 if params.ignore_eos else params.min_tokens)
-    matcher.begin()
-    return matcher
