@@ -82,6 +82,9 @@ class BlindExecutor:
             ),
         )
 
+    def flush(self, moves: object) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

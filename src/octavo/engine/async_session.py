@@ -68,6 +68,7 @@ class AsyncSession:
             async for request, _ in events:
                 last = request
         assert last is not None
+        await self._call(lambda: None)  # the session has the answer's tokens once earlier orders are carried out
         return request_output(last)
 
     async def score(self, texts: Any) -> list[Score]:
