@@ -1,10 +1,12 @@
-"""How far the fast path is from the exact one on real text: mean KL divergence a token, in nats.
+"""How far a rounding takes the model on real text: mean KL divergence a token, in nats.
 
     python bench/kl.py [--tokens 2048] [--context 512] [MODEL ...]
+    python bench/kl.py --kv int8 [...]
 
 The text is CPython's own help (``pydoc_data.topics``), read in pieces of ``--context`` tokens that each begin as the
-model's prompts do (with BOS where it has one).  Both paths keep K and V in float32, so that only the rounding of
-activations differs.  Exits with 1 if a model is beyond the bound.
+model's prompts do (with BOS where it has one).  The fast path is compared with the exact one; both keep K and V in
+float32, so that only the rounding of activations differs.  With ``--kv``, K and V of that type are compared with
+float16, both on the exact path.  Exits with 1 if a model is beyond the bound.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from octavo.core.layout import KVLayout
+from octavo.core.layout import KV_ITEMSIZE, KVLayout
 from octavo.kernels.backend import Batch, Program
 from octavo.kernels.cpu import CpuBackend
 from octavo.loading import Checkpoint, open_model
@@ -25,6 +27,7 @@ from octavo.text.tokenizer import Tokenizer
 
 MODELS = ("smollm2-135m", "gemma3-270m")
 BOUND = 3e-3
+KV_BOUND = 1e-3
 BLOCK = 16
 PICKED = 64  # rows of logits that are held at a time
 
@@ -68,13 +71,17 @@ def logprobs(run: Program, layout: KVLayout, tokens: list[int]) -> Iterator[np.n
         yield x
 
 
-def divergences(checkpoint: Checkpoint, texts: list[list[int]], threads: int | None) -> tuple[float, float]:
-    """Mean KL(exact || fast) a token, and the share of tokens whose most likely successor is the same."""
-    layout = decoder.kv_layout(checkpoint.spec, BLOCK, "float32")
-    exact, fast = (program(checkpoint, compute, threads, layout) for compute in ("exact", "fast"))
+def divergences(checkpoint: Checkpoint, texts: list[list[int]], threads: int | None, kv: str) -> tuple[float, float]:
+    """Mean KL(right || rounded) a token, and the share of tokens whose most likely successor is the same."""
+    ways = [("exact", "float16"), ("exact", kv)] if kv else [("exact", "float32"), ("fast", "float32")]
+    layouts = [decoder.kv_layout(checkpoint.spec, BLOCK, dtype) for _, dtype in ways]
+    right, rounded = (
+        program(checkpoint, compute, threads, layout) for (compute, _), layout in zip(ways, layouts, strict=True)
+    )
     total, same, count = 0.0, 0, 0
     for text in texts:
-        for p, q in zip(logprobs(exact, layout, text), logprobs(fast, layout, text), strict=True):
+        pairs = zip(logprobs(right, layouts[0], text), logprobs(rounded, layouts[1], text), strict=True)
+        for p, q in pairs:
             total += float((np.exp(p) * (p - q)).sum())
             same += int((p.argmax(axis=1) == q.argmax(axis=1)).sum())
             count += len(p)
@@ -87,15 +94,17 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--kv", default="", choices=list(KV_ITEMSIZE), metavar="DTYPE", help="K and V, against float16")
     args = parser.parse_args()
+    bound = KV_BOUND if args.kv else BOUND
     worst = 0.0
     for name in args.models or MODELS:
         checkpoint = open_model(name)
         texts = pieces(checkpoint, args.tokens, args.context)
-        mean, same = divergences(checkpoint, texts, args.threads)
+        mean, same = divergences(checkpoint, texts, args.threads, args.kv)
         worst = max(worst, mean)
-        print(f"{name}: {mean:.2e} nats a token (bound {BOUND:.0e}), same best token {same:.1%}, {args.tokens} tokens")
-    return int(not worst <= BOUND)
+        print(f"{name}: {mean:.2e} nats a token (bound {bound:.0e}), same best token {same:.1%}, {args.tokens} tokens")
+    return int(not worst <= bound)
 
 
 if __name__ == "__main__":

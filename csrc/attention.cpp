@@ -24,17 +24,17 @@ struct Unit {
 
 // Where a tile's keys and values are: keys for each vector of positions (a dimension further is ldk items on), values
 // for each position.
-template <class T> struct Tile {
-    const T* keys[kTileVecs] = {};
-    const T* values[kTile] = {};
+template <class K, class V> struct Tile {
+    const K* keys[kTileVecs] = {};
+    const V* values[kTile] = {};
 };
 
 // Views into one thread's scratch memory.
 struct Scratch {
-    float *q, *scores, *keys, *values, *out, *total, *sums;
-    float *max, *total_max, *total_sum;
+    float *q, *scores, *keys, *values, *out, *total, *sums, *key_scales, *value_scales;
+    float *max, *total_max, *total_sum, *q_scale;
     Scratch(Buffer& buffer, int64_t rows, int64_t width) {
-        float* p = floats(buffer, rows * (3 * width + kTile + VF + 4) + 2 * width * kTile);
+        float* p = floats(buffer, rows * (3 * width + kTile + VF + 4) + (2 * width + width / kKeyGroup + 2) * kTile);
         auto take = [&p](int64_t n) { return std::exchange(p, p + n); };
         q = take(rows * width);
         scores = take(rows * kTile);
@@ -43,13 +43,41 @@ struct Scratch {
         out = take(rows * width);
         total = take(rows * width);
         sums = take(rows * VF);
+        key_scales = take((width / kKeyGroup + 1) * kTile);
+        value_scales = take(kTile);
         max = take(rows);
         total_max = take(rows);
         total_sum = take(rows);
+        q_scale = take(rows);
     }
 };
 
+// A query row as pairs of int16 in place; returns its scale.  A value that is not finite makes that NaN.
+float quantise_query(float* q, int hd, int64_t width) {
+    constexpr float most = 32767;  // times 127, times kKeyGroup, is far below 2^31
+    vf top = zero(), spoiled = zero();
+    for (int64_t d = 0; d < width; d += VF) {
+        vf v = load(q + d);
+        top = vmax(abs(v), top);
+        spoiled = fma(v, zero(), spoiled);
+    }
+    float largest = hmax(top), scale = largest / most + hsum(spoiled);
+    vf inverse = set1(largest > 0 ? most / largest : 0.0f);
+    int32_t t[2 * VF];
+    for (int64_t d = 0; d < hd; d += 2 * VF) {
+        for (int64_t i : {d, d + VF})
+            istore(t + i - d, i < width ? round_int(load(q + i) * inverse) : iset1(0));
+        for (int64_t i = d / 2; i < d / 2 + VF && i < width; i++)
+            q[i] = float_of(uint32_t(int16_pair(t[2 * (i - d / 2)], t[2 * (i - d / 2) + 1])));
+    }
+    return scale;
+}
+
 template <class T> class Kernel {
+    using Key = typename Stored<T>::Key;
+    using WideKey = typename Stored<T>::Wide;
+    static constexpr bool kScaled = std::is_same_v<T, I8>;
+
   public:
     Kernel(const Attention& op, const KVLayout& layout, uint8_t* blocks, int place, const Table& table)
         : op_(op),
@@ -73,6 +101,7 @@ template <class T> class Kernel {
                     int n = std::min(VF, hd - d);
                     store(to + d, load_n(from + d, n) * set1(op_.scale));
                 }
+                if constexpr (kScaled) w.q_scale[t * group_ + g] = quantise_query(to, hd, width_);
             }
     }
 
@@ -86,22 +115,23 @@ template <class T> class Kernel {
         bool aligned = layout_.block_size % VF == 0 && layout_.head_dim % VF == 0;
         bool shared = rows > kBlockRows && !std::is_same_v<T, float>;  // converting once pays
         bool direct = aligned && !shared;
-        Tile<T> tiles[2];
+        Tile<Key, T> tiles[2];
         if (direct) point(u, head, from / kTile * kTile, tiles[0]);
         for (int tile = from / kTile * kTile; tile < to; tile += kTile) {
+            if constexpr (kScaled) load_scales(w, u, head, tile);
             if (direct) {
                 bool more = tile + kTile < u.high;
                 if (more) point(u, head, tile + kTile, tiles[1]);
-                run_tile<T>(w, u, tile, tiles[0], more ? &tiles[1] : nullptr, layout_.block_size);
+                run_tile<Key, T>(w, u, tile, tiles[0], more ? &tiles[1] : nullptr, layout_.block_size);
                 if (more) std::swap(tiles[0], tiles[1]);
                 continue;
             }
             if (aligned) convert(w, u, head, tile);
             else gather(w, u, head, tile);
-            Tile<float> converted;
-            for (int v = 0; v < kTileVecs; v++) converted.keys[v] = w.keys + v * VF;
+            Tile<WideKey, float> converted;
+            for (int v = 0; v < kTileVecs; v++) converted.keys[v] = (const WideKey*)w.keys + v * VF;
             for (int i = 0; i < kTile; i++) converted.values[i] = w.values + i * width_;
-            run_tile<float>(w, u, tile, converted, nullptr, kTile);
+            run_tile<WideKey, float>(w, u, tile, converted, nullptr, kTile);
         }
     }
 
@@ -131,13 +161,15 @@ template <class T> class Kernel {
 
     // Points at the keys and values of a tile inside their blocks.  Vectors of keys without a position to read point at
     // one that has: their lanes are masked later.
-    void point(const Unit& u, int head, int tile, Tile<T>& at) const {
+    void point(const Unit& u, int head, int tile, Tile<Key, T>& at) const {
         int bs = layout_.block_size, hd = layout_.head_dim;
         auto [lo, hi] = part(u, tile);
         for (int i = lo; i < hi;) {
             int slot = (tile + i) % bs, n = std::min(bs - slot, hi - i);
-            const T* p = planes_.values(block_at(u, tile + i), head) + int64_t(slot) * hd;
+            int64_t block = block_at(u, tile + i);
+            const T* p = planes_.values(block, head) + int64_t(slot) * hd;
             for (int j = 0; j < n; j++) at.values[i + j] = p + int64_t(j) * hd;
+            if constexpr (kScaled) prefetch(planes_.scales(block, head), int(planes_.head_scales));
             i += n;
         }
         int v0 = lo / VF, v1 = (hi + VF - 1) / VF;
@@ -149,14 +181,27 @@ template <class T> class Kernel {
         for (int v = v1; v < kTileVecs; v++) at.keys[v] = at.keys[v0];
     }
 
-    // Copies a tile's keys and values as float32.
+    void load_scales(Scratch& w, const Unit& u, int head, int tile) const {
+        int bs = layout_.block_size;
+        auto [lo, hi] = part(u, tile);
+        for (int i = lo; i < hi;) {
+            int slot = (tile + i) % bs, n = std::min(bs - slot, hi - i);
+            const uint16_t* scales = planes_.scales(block_at(u, tile + i), head) + slot;
+            for (int g = 0; g < layout_.key_groups(); g++, scales += bs)
+                for (int j = 0; j < n; j++) w.key_scales[g * kTile + i + j] = bf16_to_f32(scales[j]);
+            for (int j = 0; j < n; j++) w.value_scales[i + j] = bf16_to_f32(scales[j]);
+            i += n;
+        }
+    }
+
+    // Copies a tile's keys and values as float32; those of int8 as pairs of int16, and as floats without their scale.
     void convert(Scratch& w, const Unit& u, int head, int tile) const {
-        Tile<T> at;
+        Tile<Key, T> at;
         point(u, head, tile, at);
         auto [lo, hi] = part(u, tile);
-        for (int64_t d = 0; d < layout_.head_dim; d++)
+        for (int64_t d = 0; d < key_steps(); d++)
             for (int v = lo / VF; v * VF < hi; v++)
-                store(w.keys + d * kTile + v * VF, load_kv(at.keys[v] + d * layout_.block_size));
+                store_wide(w.keys + d * kTile + v * VF, load_keys(at.keys[v] + d * layout_.block_size));
         for (int i = lo; i < hi; i++)
             for (int64_t d = 0; d < width_; d += VF) store(w.values + i * width_ + d, load_kv(at.values[i] + d));
     }
@@ -168,9 +213,9 @@ template <class T> class Kernel {
         for (int i = lo; i < hi;) {
             int slot = (tile + i) % bs, n = std::min({bs - slot, hi - i, VF});
             int64_t block = block_at(u, tile + i);
-            const T* k = planes_.keys(block, head) + slot;
+            const Key* k = planes_.keys(block, head) + slot;
             const T* v = planes_.values(block, head) + int64_t(slot) * hd;
-            for (int64_t d = 0; d < hd; d++) store_n(w.keys + d * kTile + i, load_kv_n(k + d * bs, n), n);
+            for (int64_t d = 0; d < key_steps(); d++) widen(k + d * bs, n, w.keys + d * kTile + i);
             for (int j = 0; j < n; j++)
                 for (int d = 0; d < hd; d += VF)
                     store(w.values + (i + j) * width_ + d, load_kv_n(v + int64_t(j) * hd + d, std::min(VF, hd - d)));
@@ -178,11 +223,21 @@ template <class T> class Kernel {
         }
     }
 
+    static void store_wide(float* to, vf x) { store(to, x); }
+    static void store_wide(float* to, vi x) { store(to, as_float(x)); }
+    template <class K> static void widen(const K* k, int n, float* to) { store_n(to, load_kv_n(k, n), n); }
+    static void widen(const I8Pair* k, int n, float* to) {
+        for (int j = 0; j < n; j++) to[j] = float_of(uint32_t(int16_pair(k[j].low, k[j].high)));
+    }
+
+    int key_steps() const { return layout_.head_dim / Stored<T>::dims; }
+
     // Scores, weights and outputs of all rows of the unit over one tile.
-    template <class E>
-    void run_tile(Scratch& w, const Unit& u, int tile, const Tile<E>& at, const Tile<E>* next, int64_t ldk) const {
-        const E* const* next_keys = next ? next->keys : nullptr;
-        const E* const* next_values = next ? next->values : nullptr;
+    template <class K, class V>
+    void run_tile(Scratch& w, const Unit& u, int tile, const Tile<K, V>& at, const Tile<K, V>* next,
+                  int64_t ldk) const {
+        const K* const* next_keys = next ? next->keys : nullptr;
+        const V* const* next_values = next ? next->values : nullptr;
         int rows = u.tokens * group_;
         for (int r0 = 0; r0 < rows; r0 += kBlockRows) {
             int n = std::min(kBlockRows, rows - r0);
@@ -200,19 +255,23 @@ template <class T> class Kernel {
             if (any_a >= any_b) continue;
             float* s = w.scores + r0 * kTile;
             float* out = w.out + r0 * width_;
-            kScore<E>[n](w.q + r0 * width_, width_, layout_.head_dim, at.keys, next_keys, ldk, any_a / VF,
-                         (any_b + VF - 1) / VF, s);
+            int v0 = any_a / VF, v1 = (any_b + VF - 1) / VF, hd = layout_.head_dim;
+            const float* q = w.q + r0 * width_;
+            if constexpr (kScaled) kScorePairs<K>[n](q, width_, hd, at.keys, next_keys, ldk, w.key_scales, v0, v1, s);
+            else kScore<K>[n](q, width_, hd, at.keys, next_keys, ldk, v0, v1, s);
             float highest[kBlockRows];
-            for (int r = 0; r < n; r++) highest[r] = finish_scores(s + r * kTile, a[r], b[r], op_.softcap);
+            for (int r = 0; r < n; r++)
+                highest[r] = finish_scores<kScaled>(s + r * kTile, a[r], b[r], op_.softcap, w.q_scale[r0 + r]);
             for (int r = 0; r < n; r++) {
                 if (a[r] >= b[r]) continue;
-                float f = weigh(s + r * kTile, a[r], b[r], highest[r], w.max[r0 + r], w.sums + (r0 + r) * VF);
+                float f = weigh<kScaled>(s + r * kTile, a[r], b[r], highest[r], w.max[r0 + r], w.sums + (r0 + r) * VF,
+                                         w.value_scales);
                 if (f != 1) scale_row(out + r * width_, width_, f);
             }
             // Positions in order for each row: its own before the shared run, the shared run, its own after.
             if (all_a >= all_b) all_a = all_b = kTile;
-            auto mix = [&](int r, int count, int i0, int i1, const E* const* fetch) {
-                if (i0 < i1) kMix<E>[count](s + r * kTile, at.values, fetch, i0, i1, width_, out + r * width_, width_);
+            auto mix = [&](int r, int count, int i0, int i1, const V* const* fetch) {
+                if (i0 < i1) kMix<V>[count](s + r * kTile, at.values, fetch, i0, i1, width_, out + r * width_, width_);
             };
             for (int r = 0; r < n; r++) mix(r, 1, a[r], std::min(b[r], all_a), nullptr);
             mix(0, n, all_a, all_b, next_values);

@@ -64,28 +64,31 @@ template <class T> inline void prefetch(const T* p, int n) {
     for (size_t at = 0; at < n * sizeof(T); at += 64) __builtin_prefetch((const char*)p + at, 0, 2);
 }
 
+OCTAVO_INLINE vf add_product(vf a, vf b, vf c) { return fma(a, b, c); }
+OCTAVO_INLINE vi add_product(vi a, vi b, vi c) { return dot_pairs(a, b, c); }
+
 // acc[r][j] += row(r) * column(j): the fewer of the two wait in registers, the others come one by one.
-template <int R, int NV, class Row, class Column>
-OCTAVO_INLINE void multiply(vf (&acc)[R][NV], Row&& row, Column&& column) {
+template <int R, int NV, class V, class Row, class Column>
+OCTAVO_INLINE void multiply(V (&acc)[R][NV], Row&& row, Column&& column) {
     if constexpr (R < NV) {
-        vf b[R];
+        V b[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) b[r] = row(r);
 #pragma GCC unroll 8
         for (int j = 0; j < NV; j++) {
-            vf c = column(j);
+            V c = column(j);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; r++) acc[r][j] = fma(b[r], c, acc[r][j]);
+            for (int r = 0; r < R; r++) acc[r][j] = add_product(b[r], c, acc[r][j]);
         }
     } else {
-        vf c[NV];
+        V c[NV];
 #pragma GCC unroll 8
         for (int j = 0; j < NV; j++) c[j] = column(j);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
-            vf b = row(r);
+            V b = row(r);
 #pragma GCC unroll 8
-            for (int j = 0; j < NV; j++) acc[r][j] = fma(b, c[j], acc[r][j]);
+            for (int j = 0; j < NV; j++) acc[r][j] = add_product(b, c[j], acc[r][j]);
         }
     }
 }
@@ -114,6 +117,48 @@ void score_rows(const float* q, int64_t ldq, int head_dim, const T* const* k, co
         for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
             for (int j = 0; j < NV; j++) store(s + r * kTile + (v + j) * VF, acc[r][j]);
+    }
+}
+
+// The same for int8, but for the scale of the query row: each group of dimensions is an exact sum of integers, times
+// the key's scale, scales[group][position].  K: pairs of dimensions; q: pairs of int16, in the place of floats.
+template <class K, int R>
+void score_pairs(const float* q, int64_t ldq, int head_dim, const K* const* k, const K* const* next, int64_t ldk,
+                 const float* scales, int v0, int v1, float* s) {
+    constexpr int NV = kBlockVecs<R>;
+    for (int v = v0 / NV * NV; v < v1; v += NV) {
+        vf total[R][NV];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; j++) total[r][j] = zero();
+        const K* p[NV];
+        for (int j = 0; j < NV; j++) p[j] = k[v + j];
+        const float* scale = scales + v * VF;
+        for (int64_t d = 0; d < head_dim / 2; scale += kTile) {
+            vi acc[R][NV];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+                for (int j = 0; j < NV; j++) acc[r][j] = iset1(0);
+            for (int64_t end = std::min<int64_t>(d + kKeyGroup / 2, head_dim / 2); d < end; d++) {
+                if (next)
+                    for (int j = 0; j < NV; j++) prefetch(next[v + j] + d * ldk, VF);
+                multiply<R, NV>(
+                    acc, [&](int r) { return iset1(int32_t(bits_of(q[r * ldq + d]))); },
+                    [&](int j) { return load_keys(p[j] + d * ldk); });
+            }
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; j++) {
+                vf x = load(scale + j * VF);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) total[r][j] = fma(to_float(acc[r][j]), x, total[r][j]);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+            for (int j = 0; j < NV; j++) store(s + r * kTile + (v + j) * VF, total[r][j]);
     }
 }
 
@@ -149,12 +194,19 @@ void mix_rows(const float* p, const T* const* values, const T* const* next, int 
 
 template <class T>
 using ScoreRows = void (*)(const float*, int64_t, int, const T* const*, const T* const*, int64_t, int, int, float*);
+template <class K>
+using ScorePairs = void (*)(const float*, int64_t, int, const K* const*, const K* const*, int64_t, const float*, int,
+                            int, float*);
 template <class T>
 using MixRows = void (*)(const float*, const T* const*, const T* const*, int, int, int64_t, float*, int64_t);
 
 template <class T>
 constexpr ScoreRows<T> kScore[kBlockRows + 1] = {nullptr,          score_rows<T, 1>, score_rows<T, 2>, score_rows<T, 3>,
                                                  score_rows<T, 4>, score_rows<T, 5>, score_rows<T, 6>};
+template <class K>
+constexpr ScorePairs<K> kScorePairs[kBlockRows + 1] = {
+    nullptr,           score_pairs<K, 1>, score_pairs<K, 2>, score_pairs<K, 3>,
+    score_pairs<K, 4>, score_pairs<K, 5>, score_pairs<K, 6>};
 template <class T>
 constexpr MixRows<T> kMix[kBlockRows + 1] = {nullptr,        mix_rows<T, 1>, mix_rows<T, 2>, mix_rows<T, 3>,
                                              mix_rows<T, 4>, mix_rows<T, 5>, mix_rows<T, 6>};
@@ -163,12 +215,13 @@ inline vm between(int a, int b) {  // lanes a .. b-1, for any a and b
     return first(std::clamp(b, 0, VF)) & ~first(std::clamp(a, 0, VF));
 }
 
-// Caps one row's scores s[a .. b-1] of a tile and returns the largest.  Other lanes of the vectors that those touch may
-// hold anything, and become -inf.
-inline float finish_scores(float* s, int a, int b, float softcap) {
+// Caps one row's scores s[a .. b-1] of a tile, times `scale`, and returns the largest.  Other lanes of the vectors that
+// those touch may hold anything, and become -inf.
+template <bool SCALED> inline float finish_scores(float* s, int a, int b, float softcap, float scale) {
     vf top = set1(kNone);
     for (int v = a / VF; v * VF < b; v++) {
         vf x = load(s + v * VF);
+        if constexpr (SCALED) x = x * set1(scale);
         if (softcap != 0) x = set1(softcap) * vtanh(x / set1(softcap));
         int lo = a - v * VF, hi = b - v * VF;
         if (lo > 0 || hi < VF) x = select(between(lo, hi), x, set1(kNone));
@@ -179,8 +232,10 @@ inline float finish_scores(float* s, int a, int b, float softcap) {
 }
 
 // Turns the row's scores, whose largest is `highest`, into weights e^(s - max) in place and adds them to the lanes of
-// sum.  Returns what older weights must be multiplied by, now that the maximum may have risen.
-inline float weigh(float* s, int a, int b, float highest, float& max, float* sum) {
+// sum; in place they are then multiplied by the positions' scales.  Returns what older weights must be multiplied by,
+// now that the maximum may have risen.
+template <bool SCALED>
+inline float weigh(float* s, int a, int b, float highest, float& max, float* sum, const float* scales) {
     float factor = 1;
     vf total = load(sum);
     if (highest > max) {
@@ -191,7 +246,7 @@ inline float weigh(float* s, int a, int b, float highest, float& max, float* sum
     vf here = zero();
     for (int v = a / VF; v * VF < b; v++) {
         vf x = exp_down(load(s + v * VF) - set1(max));
-        store(s + v * VF, x);
+        store(s + v * VF, SCALED ? x * load(scales + v * VF) : x);
         here = here + x;
     }
     store(sum, total + here);

@@ -36,6 +36,7 @@ struct fx { vf v[NV]; };
 
 OCTAVO_INLINE fx fx_zero() { fx r; OCTAVO_EACH r.v[i] = zero(); return r; }
 OCTAVO_INLINE fx fx_load(const float* p) { fx r; OCTAVO_EACH r.v[i] = load(p + i * VF); return r; }
+OCTAVO_INLINE void fx_store(float* p, fx x) { OCTAVO_EACH store(p + i * VF, x.v[i]); }
 OCTAVO_INLINE fx fx_load_f16(const uint8_t* p) {
     fx r;
     OCTAVO_EACH r.v[i] = load_f16((const uint16_t*)p + i * VF);

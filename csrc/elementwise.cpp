@@ -103,6 +103,49 @@ void write_tokens(const KVLayout& layout, const Planes<T>& planes, const int32_t
     }
 }
 
+// n floats as int8 times what it returns, largest / 127 in bfloat16.  A value that is not finite makes that NaN.
+uint16_t quantise(const float* x, int n, int8_t* q) {
+    vf top = zero(), spoiled = zero();
+    for (int i = 0; i < n; i += VF) {
+        vf v = load_n(x + i, std::min(VF, n - i));
+        top = vmax(abs(v), top);
+        spoiled = fma(v, zero(), spoiled);
+    }
+    uint16_t stored = f32_to_bf16(hmax(top) / 127.0f + hsum(spoiled));
+    float scale = bf16_to_f32(stored);
+    if (!(scale > 0)) {
+        std::memset(q, 0, size_t(n));
+        return stored;
+    }
+    int32_t t[VF];
+    for (int i = 0; i < n; i += VF) {
+        int lanes = std::min(VF, n - i);
+        vf v = load_n(x + i, lanes) / set1(scale);
+        istore(t, round_int(vmin(set1(127.0f), vmax(set1(-127.0f), v))));
+        for (int j = 0; j < lanes; j++) q[i + j] = int8_t(t[j]);
+    }
+    return stored;
+}
+
+// The same as int8, each token and head with its scales.
+void write_tokens(const KVLayout& layout, const Planes<I8>& planes, const int32_t* block_of, const int32_t* positions,
+                  int tokens, const float* keys, const float* values, int64_t ldv, I8* scratch) {
+    int hd = layout.head_dim, bs = layout.block_size;
+    int8_t* q = &scratch->value;
+    for (int t = 0; t < tokens; t++)
+        for (int h = 0; h < layout.kv_heads; h++) {
+            int slot = positions[t] % bs;
+            uint16_t* scales = planes.scales(block_of[t], h) + slot;
+            const float* key = keys + (int64_t(t) * layout.kv_heads + h) * hd;
+            for (int d = 0; d < hd; d += kKeyGroup, scales += bs)
+                *scales = quantise(key + d, std::min(kKeyGroup, hd - d), q + d);
+            I8Pair* to = planes.keys(block_of[t], h) + slot;
+            for (int64_t d = 0; d < hd / 2; d++) to[d * bs] = {q[2 * d], q[2 * d + 1]};
+            *scales = quantise(values + t * ldv + h * hd, hd, q);
+            std::memcpy(planes.values(block_of[t], h) + int64_t(slot) * hd, q, size_t(hd));
+        }
+}
+
 }  // namespace
 
 void norm(Threads& threads, const float* x, int64_t ldx, int64_t M, int64_t D, const float* weight, float eps,

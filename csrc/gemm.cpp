@@ -11,6 +11,8 @@ namespace {
 
 // How many rows each thread packs for itself, which saves a barrier, before packing is shared out.
 constexpr int64_t kFewRows = 4;
+// So many tiles that it pays to unpack a panel once for all of them, and the most bytes that an unpacked one may take.
+constexpr int64_t kFastTiles = 3, kExactTiles = 2, kUnpackedBytes = 1 << 21;
 // Packed activations that one piece of work goes over again for each panel: they should stay in L2.
 constexpr int64_t kBlockBytes = 384 * 1024;
 
@@ -37,6 +39,10 @@ struct Job {
         : x(x), ldx(ldx), M(M), K(parts[0]->K), parts(parts), n_parts(n_parts), out(out), fast(fast),
           tiles(M, fast ? kFastRows : kExactRows), row_bytes(fast ? fast_row_bytes(K) : K * 4) {}
 
+    Unpacked unpacked_of(Type type, int rows) const {
+        return fast ? fast_unpacked(type, rows) : exact_unpacked(type, rows, K);
+    }
+
     void pack_tile(int64_t tile, uint8_t* packed) const {
         const int64_t row = tiles.first(tile);
         uint8_t* to = packed + row * row_bytes;
@@ -48,7 +54,10 @@ struct Job {
 
     // Panels [from, to) of part w, whose first column is column0, against tiles [tile0, tile1).
     void multiply(const Weight& w, int64_t column0, int64_t from, int64_t to, int64_t tile0, int64_t tile1,
-                  const uint8_t* packed) const {
+                  const uint8_t* packed, Buffer& spare) const {
+        const bool shared = !is_float(w.type) && tile1 - tile0 >= (fast ? kFastTiles : kExactTiles) &&
+                            unpacked_bytes(fast, K) <= kUnpackedBytes;
+        uint8_t* unpacked = shared ? spare.reserve(size_t(unpacked_bytes(fast, K))) : nullptr;
         for (int64_t p = from; p < to;) {
             const int panels = M == 1 && to - p >= kWide ? kWide : kNarrow;
             const bool all = to - p >= panels;
@@ -56,13 +65,23 @@ struct Job {
             const int64_t column = column0 + p * NR;
             if (o.bias) o.bias += column;
             o.columns = std::min<int64_t>(w.N, to * NR) - p * NR;
+            if (shared) {
+                const Unpacked u = unpacked_of(w.type, tiles.rows(tile0));
+                u.unpack(w.panel(p), all ? w.panel_bytes : 0, K, unpacked);
+            }
             for (int64_t t = tile0; t < tile1; t++) {
                 const int64_t row = tiles.first(t);
                 o.y = out.y + row * out.ldy + column;
                 if (o.residual) o.residual = out.residual + row * out.ldr + column;
                 o.ahead = t == tile0 && p + panels < w.panels ? panels * w.panel_bytes : 0;
-                const TileFn fn = (fast ? fast_tile : exact_tile)(w.type, tiles.rows(t), panels);
-                fn(w.panel(p), all ? w.panel_bytes : 0, packed + row * row_bytes, K, o);
+                if (shared) {
+                    const Unpacked u = unpacked_of(w.type, tiles.rows(t));
+                    o.ahead = 0;
+                    u.tile(unpacked, u.panel_bytes, packed + row * row_bytes, K, o);
+                } else {
+                    const TileFn fn = (fast ? fast_tile : exact_tile)(w.type, tiles.rows(t), panels);
+                    fn(w.panel(p), all ? w.panel_bytes : 0, packed + row * row_bytes, K, o);
+                }
             }
             p += panels;
         }
@@ -106,7 +125,7 @@ void run(Threads& threads, const Job& job, Workspace& work) {
     // Pieces are numbered block by block, part by part.
     int64_t per_block = 0;
     for (int i = 0; i < job.n_parts; i++) per_block += (job.parts[i]->panels + size - 1) / size;
-    auto piece_of = [&](int64_t piece, const uint8_t* packed) {
+    auto piece_of = [&](int64_t piece, const uint8_t* packed, int worker) {
         const int64_t block = piece / per_block;
         int64_t rest = piece % per_block, column = 0;
         for (int i = 0; i < job.n_parts; i++) {
@@ -114,7 +133,7 @@ void run(Threads& threads, const Job& job, Workspace& work) {
             const int64_t here = (w.panels + size - 1) / size;
             if (rest < here) {
                 job.multiply(w, column, rest * size, std::min(w.panels, (rest + 1) * size), block * block_tiles,
-                             std::min(tiles, (block + 1) * block_tiles), packed);
+                             std::min(tiles, (block + 1) * block_tiles), packed, work.workers[worker].unpacked);
                 return;
             }
             rest -= here;
@@ -125,7 +144,7 @@ void run(Threads& threads, const Job& job, Workspace& work) {
     work.begin(threads.count());
     const size_t bytes = size_t(job.M * job.row_bytes);
     if (job.M == 1 && !job.fast) {  // a single row is already in the packed order
-        run_pieces(threads, work, per_block, [&](int64_t piece, int) { piece_of(piece, (const uint8_t*)job.x); });
+        run_pieces(threads, work, per_block, [&](int64_t piece, int worker) { piece_of(piece, (const uint8_t*)job.x, worker); });
     } else if (job.M <= kFewRows) {
         run_pieces(threads, work, blocks * per_block, [&](int64_t piece, int worker) {
             Workspace::Worker& mine = work.workers[worker];
@@ -134,12 +153,12 @@ void run(Threads& threads, const Job& job, Workspace& work) {
                 for (int64_t t = 0; t < tiles; t++) job.pack_tile(t, packed);
                 mine.packed = true;
             }
-            piece_of(piece, packed);
+            piece_of(piece, packed, worker);
         });
     } else {
         uint8_t* packed = work.shared.reserve(bytes);
         threads.parallel_for(tiles, [&](int64_t t, int) { job.pack_tile(t, packed); });
-        run_pieces(threads, work, blocks * per_block, [&](int64_t piece, int) { piece_of(piece, packed); });
+        run_pieces(threads, work, blocks * per_block, [&](int64_t piece, int worker) { piece_of(piece, packed, worker); });
     }
 }
 

@@ -20,6 +20,7 @@ struct Workspace {
     struct alignas(64) Worker {
         Buffer own;                     // activations, packed by a thread for itself (few rows)
         bool packed = false;            // in this call
+        Buffer unpacked;                // panels that several tiles share
         std::atomic<int64_t> next{0};   // piece of the thread's run of pieces
     };
     Buffer shared;  // activations, packed once for all threads

@@ -167,6 +167,37 @@ template <Type TYPE, int R, int P> struct Exact {
     }
 };
 
+// Four lines of a panel of floats: byte J and those after it of one step.
+template <Type TYPE, int J> OCTAVO_INLINE void unpack_bytes(bx u, const fx& a, const fx& b, float* out) {
+    constexpr PanelLayout lay = panel_layout(TYPE);
+    ix q = bx_byte<J>(u);
+    if constexpr (lay.offset > 0) OCTAVO_EACH q.v[i] = q.v[i] - iset1(1 << lay.offset);
+    fx w = a * fx_float(q);
+    if constexpr (lay.minima) w = w + b;
+    fx_store(out + J * NR, w);
+    if constexpr (J < 3) unpack_bytes<TYPE, J + 1>(u, a, b, out);
+}
+
+// Steps T..7 of a group.
+template <Type TYPE, int T> OCTAVO_INLINE void unpack_steps(const uint8_t* quants, const fx& a, const fx& b, float* out) {
+    unpack_bytes<TYPE, 0>(unpack_step<TYPE, T>(quants), TYPE == Type::Q6_K && T >= 4 ? b : a, b, out + T * 4 * NR);
+    if constexpr (T < 7) unpack_steps<TYPE, T + 1>(quants, a, b, out);
+}
+
+// kNarrow panels as panels of floats.
+template <Type TYPE> void unpack_panels(const uint8_t* panel, int64_t panel_bytes, int64_t K, uint8_t* to) {
+    constexpr PanelLayout lay = panel_layout(TYPE);
+    float* out = (float*)to;
+    for (int p = 0; p < kNarrow; p++)
+        for (int64_t g = 0; g < K / 32; g++, out += 32 * NR) {
+            const uint8_t* chunk = panel + p * panel_bytes + g / lay.groups * lay.chunk();
+            const int s = int(g % lay.groups);
+            fx a, b = fx_zero();
+            group_scales<TYPE>(chunk, s, a, b);
+            unpack_steps<TYPE, 0>(chunk + lay.header + s * lay.group, a, b, out);
+        }
+}
+
 }  // namespace
 
 void pack_exact(const float* x, int64_t ldx, int rows, int64_t K, float* out) {
@@ -189,6 +220,22 @@ TileFn exact_tile(Type type, int rows, int panels) {
         case Type::Q6_K: return tile_of<Exact, Type::Q6_K, 1, kExactRows>(rows, panels);
     }
     return nullptr;
+}
+
+Unpacked exact_unpacked(Type type, int rows, int64_t K) {
+    const TileFn tile = exact_tile(Type::F32, rows, kNarrow);
+    const int64_t bytes = K * NR * 4;
+    switch (type) {
+        case Type::Q8_0: return {unpack_panels<Type::Q8_0>, tile, bytes};
+        case Type::Q4_0: return {unpack_panels<Type::Q4_0>, tile, bytes};
+        case Type::Q4_1: return {unpack_panels<Type::Q4_1>, tile, bytes};
+        case Type::Q5_0: return {unpack_panels<Type::Q5_0>, tile, bytes};
+        case Type::Q5_1: return {unpack_panels<Type::Q5_1>, tile, bytes};
+        case Type::Q4_K: return {unpack_panels<Type::Q4_K>, tile, bytes};
+        case Type::Q5_K: return {unpack_panels<Type::Q5_K>, tile, bytes};
+        case Type::Q6_K: return {unpack_panels<Type::Q6_K>, tile, bytes};
+        default: return {nullptr, nullptr, 0};
+    }
 }
 
 }  // namespace octavo

@@ -142,6 +142,124 @@ template <Type TYPE, int R, int P> struct Fast {
     }
 };
 
+// The same against unpacked panels (tile.h).
+template <Type TYPE, int R, int P> struct Ready {
+    using Packed = Fast<TYPE, R, P>;
+    static constexpr PanelLayout lay = panel_layout(TYPE);
+    using Dots = typename Packed::Dots;
+
+    template <int FROM, int TO>
+    OCTAVO_INLINE static void steps(Dots& dot, const uint8_t* group, const uint8_t* x) {
+        bx u[P];
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++) u[p] = bx_load(group + p * kReady + FROM * 64);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+            xb four = xb_load((const int8_t*)x + (FROM * R + r) * 4);
+#pragma GCC unroll 16
+            for (int p = 0; p < P; p++) dot[r][p].template step<FROM>(u[p], four);
+        }
+        if constexpr (FROM + 1 < TO) steps<FROM + 1, TO>(dot, group, x);
+    }
+
+    OCTAVO_INLINE static void start(Dots& dot, const int32_t* n) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+#pragma GCC unroll 16
+            for (int p = 0; p < P; p++) dot[r][p].start(Packed::from(n[r]));
+        }
+    }
+
+    // Array `which` (a, b, sums) of every panel.
+    OCTAVO_INLINE static void floats(fx (&f)[P], const uint8_t* group, int which) {
+#pragma GCC unroll 16
+        for (int p = 0; p < P; p++) f[p] = fx_load((const float*)(group + p * kReady + 512) + which * NR);
+    }
+
+    OCTAVO_INLINE static void group(fx (&acc)[R][P], const uint8_t* group, const uint8_t* x) {
+        const float* scale = (const float*)(x + 32 * R);
+        const int32_t* minus_sum = (const int32_t*)(scale + 3 * R);
+        fx f[P];
+        Dots dot;
+        if constexpr (TYPE == Type::Q6_K) {
+            const int32_t* minus_half = minus_sum + R;
+            int32_t rest[R];
+            for (int r = 0; r < R; r++) rest[r] = minus_sum[r] - minus_half[r];
+            start(dot, minus_half);
+            steps<0, 4>(dot, group, x);
+            floats(f, group, 0);
+            Packed::add(acc, dot, f, scale);
+            start(dot, rest);
+            steps<4, 8>(dot, group, x);
+            floats(f, group, 2);
+            Packed::add(acc, f, scale + 2 * R);
+            floats(f, group, 1);
+            Packed::add(acc, dot, f, scale);
+            return;
+        }
+        start(dot, minus_sum);
+        steps<0, 8>(dot, group, x);
+        floats(f, group, 2);
+        Packed::add(acc, f, scale + 2 * R);
+        if constexpr (lay.minima) {
+            floats(f, group, 1);
+            Packed::add(acc, f, scale + R);
+        }
+        floats(f, group, 0);
+        Packed::add(acc, dot, f, scale);
+    }
+
+    static void run(const uint8_t* panel, int64_t, const uint8_t* x, int64_t K, const TileOut& out) {
+        fx acc[R][P];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; r++) {
+#pragma GCC unroll 16
+            for (int p = 0; p < P; p++) acc[r][p] = fx_zero();
+        }
+#pragma GCC unroll 1
+        for (int64_t g = 0; g < K / 32; g++, x += kRecord * R, panel += P * kReady) group(acc, panel, x);
+        finish_tile(acc, out);
+    }
+};
+
+// Steps T..7 of a group as bytes, and their sums: of each half of the group for Q6_K, else of all in the first.
+template <Type TYPE, int T>
+OCTAVO_INLINE void ready_steps(const uint8_t* quants, Dot<panel_layout(TYPE).bits> (&sum)[2], uint8_t* to) {
+    const bx u = unpack_step<TYPE, T>(quants);
+    std::memcpy(to + T * 64, &u, 64);
+    sum[TYPE == Type::Q6_K ? T / 4 : 0].template step<T>(u, xb_load(kOnes));
+    if constexpr (T < 7) ready_steps<TYPE, T + 1>(quants, sum, to);
+}
+
+template <Type TYPE> OCTAVO_INLINE void ready_group(const uint8_t* chunk, int s, uint8_t* to) {
+    constexpr PanelLayout lay = panel_layout(TYPE);
+    constexpr int halves = TYPE == Type::Q6_K ? 2 : 1;
+    Dot<lay.bits> sum[2];
+    for (auto& half : sum) half.start(Fast<TYPE, 1, 1>::from(-32 / halves));
+    ready_steps<TYPE, 0>(chunk + lay.header + s * lay.group, sum, to);
+    fx a, b = fx_zero();
+    group_scales<TYPE>(chunk, s, a, b);
+    fx w = a * fx_float(sum[0].total());
+    if constexpr (lay.minima) w = fx_fma(b, set1(32.0f), w);
+    if constexpr (halves == 2) w = fx_fma(fx_float(sum[1].total()), b, w);
+    float* f = (float*)(to + 512);
+    fx_store(f, a);
+    fx_store(f + NR, b);
+    fx_store(f + 2 * NR, w);
+}
+
+template <Type TYPE> void make_ready(const uint8_t* panel, int64_t panel_bytes, int64_t K, uint8_t* to) {
+    constexpr PanelLayout lay = panel_layout(TYPE);
+    for (int p = 0; p < kNarrow; p++)
+        for (int64_t g = 0; g < K / 32; g++)
+            ready_group<TYPE>(panel + p * panel_bytes + g / lay.groups * lay.chunk(), int(g % lay.groups),
+                              to + (g * kNarrow + p) * kReady);
+}
+
+template <Type TYPE> Unpacked ready_of(int rows) {
+    return {make_ready<TYPE>, tile_of<Ready, TYPE, 1, kFastRows>(rows, kNarrow), 0};
+}
+
 struct Rounded {
     float scale, middle;
 };
@@ -214,6 +332,20 @@ TileFn fast_tile(Type type, int rows, int panels) {
         case Type::Q5_K: return tile_of<Fast, Type::Q5_K, 1, kFastRows>(rows, panels);
         case Type::Q6_K: return tile_of<Fast, Type::Q6_K, 1, kFastRows>(rows, panels);
         default: return nullptr;
+    }
+}
+
+Unpacked fast_unpacked(Type type, int rows) {
+    switch (type) {
+        case Type::Q8_0: return ready_of<Type::Q8_0>(rows);
+        case Type::Q4_0: return ready_of<Type::Q4_0>(rows);
+        case Type::Q4_1: return ready_of<Type::Q4_1>(rows);
+        case Type::Q5_0: return ready_of<Type::Q5_0>(rows);
+        case Type::Q5_1: return ready_of<Type::Q5_1>(rows);
+        case Type::Q4_K: return ready_of<Type::Q4_K>(rows);
+        case Type::Q5_K: return ready_of<Type::Q5_K>(rows);
+        case Type::Q6_K: return ready_of<Type::Q6_K>(rows);
+        default: return {nullptr, nullptr, 0};
     }
 }
 

@@ -11,6 +11,7 @@
 
 #include "isa.h"
 #include "move.h"
+#include "probe.h"
 #include "program.h"
 #include "sample.h"
 
@@ -34,6 +35,7 @@ KVType kv_type(const std::string& name) {
     if (name == "float32") return KVType::f32;
     if (name == "float16") return KVType::f16;
     if (name == "bfloat16") return KVType::bf16;
+    if (name == "int8") return KVType::i8;
     throw std::invalid_argument("unknown KV dtype '" + name + "'");
 }
 
@@ -46,13 +48,20 @@ Extent extent(const std::string& name) {
 
 Vector vector_of(const Array<float>& a) { return Vector(a.data(), a.data() + a.shape(0)); }
 
-std::shared_ptr<Weight> pack_weight(Cpu& cpu, const std::string& type, Array<uint8_t> raw, int64_t N, int64_t K) {
+std::shared_ptr<Weight> pack_weight(Cpu& cpu, const std::string& type, Array<uint8_t> raw, int64_t N, int64_t K,
+                                    nb::object read) {
     require(N > 0 && K > 0, "a weight needs positive numbers of rows and columns");
     require(int64_t(raw.shape(0)) == raw_bytes(type.c_str(), N, K), "a weight's bytes do not match its shape and type");
+    std::function<void(int64_t)> told;
+    if (!read.is_none())
+        told = [&read](int64_t bytes) {
+            nb::gil_scoped_acquire acquire;
+            read(bytes);
+        };
     nb::gil_scoped_release release;
     std::lock_guard lock(cpu.busy);
     FloatMode mode;
-    return std::shared_ptr<Weight>(pack(type.c_str(), raw.data(), N, K, cpu.threads));
+    return std::shared_ptr<Weight>(pack(type.c_str(), raw.data(), N, K, cpu.threads, told));
 }
 
 nb::object run_program(Program& program, Array<int32_t> tokens, Array<int32_t> positions, Array<int32_t> starts,
@@ -172,6 +181,18 @@ void score_tokens(Cpu& cpu, Array2<float> logits, Array<int32_t> targets, Out<in
     score(cpu.threads, cpu.sampling, logits.data(), R, V, targets.data(), out);
 }
 
+double read_rate(Array<uint8_t> data, int threads) {
+    require(data.shape(0) > 0, "there is nothing to read");
+    nb::gil_scoped_release release;
+    return probe_read(data.data(), int64_t(data.shape(0)), threads);
+}
+
+double fma_rate(int64_t iterations, int threads) {
+    require(iterations > 0, "iterations must be positive");
+    nb::gil_scoped_release release;
+    return probe_fma(iterations, threads);
+}
+
 void bind_program(nb::module_& m) {
     using namespace nb::literals;
     using Floats = std::optional<Array<float>>;
@@ -222,7 +243,7 @@ NB_MODULE(OCTAVO_MODULE, m) {
              [](Cpu* self, int threads, bool exact) { new (self) Cpu(threads, exact ? Mode::exact : Mode::fast); },
              "threads"_a, "exact"_a)
         .def_prop_ro("threads", [](Cpu& cpu) { return cpu.threads.count(); })
-        .def("pack", pack_weight)
+        .def("pack", pack_weight, "type"_a, "raw"_a, "rows"_a, "cols"_a, "read"_a = nb::none())
         .def("move", move, "source"_a.noconvert(), "target"_a.noconvert(), "pairs"_a)
         .def("sample", sample_tokens)
         .def("score", score_tokens);
@@ -232,4 +253,6 @@ NB_MODULE(OCTAVO_MODULE, m) {
         .def_ro("nbytes", &Weight::nbytes);
     bind_program(m);
     m.def("uniform", &uniform);
+    m.def("probe_read", read_rate, "data"_a.noconvert(), "threads"_a);
+    m.def("probe_fma", fma_rate, "iterations"_a, "threads"_a);
 }

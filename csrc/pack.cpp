@@ -11,6 +11,8 @@ namespace octavo {
 
 namespace {
 
+constexpr int64_t kPartBytes = 16 << 20;  // of raw weights between two calls of `read`
+
 Type type_named(const char* name) {
     for (const TypeInfo& t : kTypes)
         if (std::strcmp(t.name, name) == 0) return t.type;
@@ -190,7 +192,8 @@ int64_t raw_bytes(const char* type, int64_t N, int64_t K) {
     return N * (K / t.block) * t.bytes;
 }
 
-std::unique_ptr<Weight> pack(const char* type, const uint8_t* raw, int64_t N, int64_t K, Threads& threads) {
+std::unique_ptr<Weight> pack(const char* type, const uint8_t* raw, int64_t N, int64_t K, Threads& threads,
+                             const std::function<void(int64_t)>& read) {
     auto w = std::make_unique<Weight>();
     w->type = checked_type(type, N, K);
     w->N = N;
@@ -205,11 +208,17 @@ std::unique_ptr<Weight> pack(const char* type, const uint8_t* raw, int64_t N, in
     w->nbytes = size_t(w->panels * w->panel_bytes + kPanelSlack);
     uint8_t* out = w->storage.reserve(w->nbytes);
     std::memset(out + w->panels * w->panel_bytes, 0, kPanelSlack);
-    const int64_t piece = std::clamp<int64_t>(w->panels / (threads.count() * 8), 1, 64);
-    threads.parallel_for((w->panels + piece - 1) / piece, [&](int64_t i, int) {
-        for (int64_t p = i * piece; p < std::min(w->panels, (i + 1) * piece); p++)
-            pack_panel(*w, raw, p, out + p * w->panel_bytes);
-    });
+    const int64_t panel_raw = NR * (K / info(w->type).block) * info(w->type).bytes;
+    const int64_t part = std::max<int64_t>(kPartBytes / panel_raw, 1);
+    for (int64_t first = 0; first < w->panels; first += part) {
+        const int64_t last = std::min(w->panels, first + part);
+        const int64_t piece = std::clamp<int64_t>((last - first) / (threads.count() * 8), 1, 64);
+        threads.parallel_for((last - first + piece - 1) / piece, [&](int64_t i, int) {
+            for (int64_t p = first + i * piece; p < std::min(last, first + (i + 1) * piece); p++)
+                pack_panel(*w, raw, p, out + p * w->panel_bytes);
+        });
+        if (read) read(std::min(last * panel_raw, raw_bytes(type, N, K)));
+    }
     return w;
 }
 

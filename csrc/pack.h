@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "buffer.h"
@@ -26,8 +27,10 @@ struct Weight {
 };
 
 // raw: N rows of K weights as they lie in the file.  Throws std::invalid_argument for an unknown type name and for a K
-// that its blocks do not divide.  The caller checks that raw has raw_bytes(type, N, K) bytes.
-std::unique_ptr<Weight> pack(const char* type, const uint8_t* raw, int64_t N, int64_t K, Threads& threads);
+// that its blocks do not divide.  The caller checks that raw has raw_bytes(type, N, K) bytes.  `read`, if it is there,
+// is told from time to time how many bytes of raw, from its start, are needed no more.
+std::unique_ptr<Weight> pack(const char* type, const uint8_t* raw, int64_t N, int64_t K, Threads& threads,
+                             const std::function<void(int64_t)>& read = {});
 
 int64_t raw_bytes(const char* type, int64_t N, int64_t K);
 

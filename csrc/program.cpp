@@ -27,6 +27,8 @@ Program::Program(std::shared_ptr<Cpu> cpu, const KVLayout& layout, int groups, i
       block_of_(groups) {
     if (layout.block_size < 1 || layout.kv_heads < 1 || layout.head_dim < 1 || layout.layers_per_block < 1 || groups < 1)
         fail("every number of the cache's layout must be positive");
+    if (layout.type == KVType::i8 && layout.head_dim % 2)
+        fail("K and V in int8 need an even head_dim, not ", layout.head_dim);
     if (heads < 1 || heads % layout.kv_heads)
         fail(heads, " query heads are not a multiple of ", layout.kv_heads, " KV heads");
     if (row_tile < 1) fail("row_tile must be positive");

@@ -43,6 +43,20 @@ using TileFn = void (*)(const uint8_t* panel, int64_t panel_bytes, const uint8_t
 TileFn fast_tile(Type type, int rows, int panels);
 TileFn exact_tile(Type type, int rows, int panels);
 
+// Where several tiles meet the same panels, these are unpacked once for all of them, which changes no bit: `unpack` fills
+// unpacked_bytes(K) at `to` from kNarrow panels, and the tile function takes that in place of the panels.
+//   fast:  for each group of 32 k, kNarrow panels: 512 bytes of quants in steps, f32 a[16], b[16], sum of the weights[16]
+//   exact: f32, a panel of type F32 for each panel
+struct Unpacked {
+    void (*unpack)(const uint8_t* panel, int64_t panel_bytes, int64_t K, uint8_t* to);
+    TileFn tile;
+    int64_t panel_bytes;  // of what the tile function takes
+};
+inline constexpr int kReady = 512 + 3 * NR * 4;
+inline int64_t unpacked_bytes(bool fast, int64_t K) { return kNarrow * (fast ? K / 32 * kReady : K * NR * 4); }
+Unpacked fast_unpacked(Type type, int rows);
+Unpacked exact_unpacked(Type type, int rows, int64_t K);
+
 // Activations of a tile.  Fast: for each group of 32 k a record of kRecord bytes a row,
 //   int8 [8 steps][rows][4], f32 scale[rows], f32 scale*sum[rows], f32 middle[rows], i32 -sum[rows],
 //   i32 -(sum of the first 16)[rows]

@@ -10,6 +10,8 @@
 //   < <= > >= ==  select(m, a, b)=m?a:b  first(n)  m & m, m | m, ~m  any(m)
 //   iset1 iload istore + - * & | ^ shl shr(logical) sra  to_float(vi) round_int(vf) (nearest even) as_int as_float
 //   imax himax(largest lane)
+//   load_i8: VF int8 as floats    load_i8_pairs: 2 VF int8 as pairs of int16, one in each lane
+//   dot_pairs(a,b,c)=c + the sum of the products of a lane's two pairs of int16, wrapping
 //
 // and, written once below on top of them: hsum hmax (fixed order), vexp, vtanh, vsigmoid.
 //
@@ -78,6 +80,8 @@ OCTAVO_INLINE uint16_t f32_to_f16(float x) {
     rest += 0xfffu + ((rest >> 13) & 1);
     return uint16_t(sign | ((rest - (112u << 23)) >> 13));
 }
+
+OCTAVO_INLINE int32_t int16_pair(int low, int high) { return int32_t(uint32_t(low & 0xffff) | uint32_t(high) << 16); }
 
 }  // namespace octavo
 

@@ -39,7 +39,7 @@ class Drive:
 
     def __init__(self, program: Program, layout: KVLayout, blocks: int = 1024, seed: int = 0) -> None:
         self.program, self.layout = program, layout
-        self.blocks = np.full((blocks, layout.block_bytes), 0xFF, dtype=np.uint8)  # NaN in all three types
+        self.blocks = np.full((blocks, layout.block_bytes), 0xFF, dtype=np.uint8)  # NaN in all float types
         self.free = list(range(blocks))
         random.Random(seed).shuffle(self.free)
 

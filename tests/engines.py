@@ -19,6 +19,7 @@ from octavo.schedule.budget import TokenBudget
 from octavo.schedule.policies import POLICIES
 from octavo.schedule.scheduler import Decision
 from octavo.sim.executors import ScriptedExecutor, prefix_hash
+from octavo.sim.guesses import Guesses
 
 VOCAB = 97
 
@@ -81,6 +82,9 @@ class BlindExecutor:
             ),
         )
 
+    def flush(self, moves: object) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -116,14 +120,15 @@ class Rig:
         lose: Any = lambda move: False,
         files: Any = None,
         blind: bool = False,
+        drafts: int = 0,
     ) -> None:
         reach = None if None in windows else max(w for w in windows if w is not None)
         self.kv = KV(pool, block_size, windows, prefix_cache, hash, swap, disk)
         if self.kv.disk is not None and files:
             self.kv.disk.adopt(list(files))
         self.executor: Any = BlindExecutor()
+        chosen = choose or prefix_hash(vocab, reach)
         if not blind:
-            chosen = choose or prefix_hash(vocab, reach)
             self.executor = CheckedExecutor(pool, block_size, chosen, windows, fail, swap, lose, files)
             self.executor.kv = self.kv
         self.clock = SimulatedClock()
@@ -137,6 +142,7 @@ class Rig:
             max_running=max_running,
             clock=self.clock,
             audited=audited,
+            drafter=Guesses(chosen, drafts) if drafts else None,
         )
         self.intake = Intake(
             tokenizer=tokenizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 from octavo.config import EngineConfig
 from octavo.core.params import SamplingParams
 from octavo.core.request import Request
+from octavo.core.sequence import Sequence
 from octavo.engine.build import Parts, build
 from octavo.paging.audit import audit_idle
+from octavo.sim.executors import mixed
 
 DEFAULTS: dict[str, Any] = {
     "kv_blocks": 256,
@@ -44,6 +47,26 @@ def add(parts: Parts, prompt: Any, most: int | None = 12, **given: Any) -> Reque
 def finish(parts: Parts) -> None:
     while parts.engine.busy:
         parts.engine.step()
+
+
+class Recalled:
+    """A drafter that knows answers: it drafts what goes on as one of ``texts``, now right, now wrong from somewhere."""
+
+    def __init__(self, texts: list[list[int]], most: int) -> None:
+        self.texts = texts
+        self.most = most
+
+    def drafts(self, sequence: Sequence, most: int, rows: int) -> array[int]:
+        tokens = sequence.tokens.tolist()
+        known = [text[len(tokens) :] for text in self.texts if text[: len(tokens)] == tokens]
+        mix = mixed((sequence.number, len(tokens)))
+        drafts = array("i", known[mix % len(known)][: min(most, self.most)] if known else [])
+        if drafts and mix >> 20 & 1:
+            drafts[(mix >> 30) % len(drafts)] ^= 1
+        return drafts
+
+    def forget(self, number: int) -> None:
+        pass
 
 
 class Solo:

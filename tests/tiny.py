@@ -239,10 +239,15 @@ def random_blocks(type: str, shape: tuple[int, ...], spread: float, rng: np.rand
 # ---- the checkpoint as octavo's loaders would bring it, made from the transformers model itself ------------------
 
 
+class Tensors(dict[str, Tensor]):
+    def release(self, name: str, nbytes: int | None = None) -> None:
+        """They lie in no file."""
+
+
 @dataclass(frozen=True)
 class Assembled:
     spec: ModelSpec
-    tensors: dict[str, Tensor]
+    tensors: Tensors
 
     @property
     def nbytes(self) -> int:
@@ -281,7 +286,7 @@ def assemble(tiny: Tiny) -> Assembled:
         else:
             values = p.data.numpy() + np.float32(gemma)  # Gemma's norms multiply by 1 + weight
             tensors[short] = Tensor(short, "F32", tuple(p.shape), values.view(np.uint8))
-    return Assembled(spec_of(tiny.model), tensors)
+    return Assembled(spec_of(tiny.model), Tensors(tensors))
 
 
 def canonical(name: str, gemma: bool) -> str:

@@ -105,4 +105,14 @@ OCTAVO_INLINE vi round_int(vf a) { return {_mm256_cvtps_epi32(a.v)}; }  // Float
 OCTAVO_INLINE vi as_int(vf a) { return {_mm256_castps_si256(a.v)}; }
 OCTAVO_INLINE vf as_float(vi a) { return {_mm256_castsi256_ps(a.v)}; }
 
+OCTAVO_INLINE vf load_i8(const int8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)))};
+}
+OCTAVO_INLINE vi load_i8_pairs(const int8_t* p) { return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p))}; }
+#if defined(__AVXVNNI__)
+OCTAVO_INLINE vi dot_pairs(vi a, vi b, vi c) { return {_mm256_dpwssd_avx_epi32(c.v, a.v, b.v)}; }
+#else
+OCTAVO_INLINE vi dot_pairs(vi a, vi b, vi c) { return {_mm256_add_epi32(c.v, _mm256_madd_epi16(a.v, b.v))}; }
+#endif
+
 }  // namespace octavo

@@ -85,4 +85,10 @@ OCTAVO_INLINE vi round_int(vf a) {
 OCTAVO_INLINE vi as_int(vf a) { return {_mm512_castps_si512(a.v)}; }
 OCTAVO_INLINE vf as_float(vi a) { return {_mm512_castsi512_ps(a.v)}; }
 
+OCTAVO_INLINE vf load_i8(const int8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+}
+OCTAVO_INLINE vi load_i8_pairs(const int8_t* p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p))}; }
+OCTAVO_INLINE vi dot_pairs(vi a, vi b, vi c) { return {_mm512_dpwssd_epi32(c.v, a.v, b.v)}; }
+
 }  // namespace octavo

@@ -102,4 +102,17 @@ OCTAVO_INLINE vi round_int(vf a) { return {vcvtnq_s32_f32(a.v)}; }
 OCTAVO_INLINE vi as_int(vf a) { return {vreinterpretq_s32_f32(a.v)}; }
 OCTAVO_INLINE vf as_float(vi a) { return {vreinterpretq_f32_s32(a.v)}; }
 
+OCTAVO_INLINE vf load_i8(const int8_t* p) {
+    int32_t four;
+    std::memcpy(&four, p, 4);
+    int16x8_t wide = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+    return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)))};
+}
+OCTAVO_INLINE vi load_i8_pairs(const int8_t* p) { return {vreinterpretq_s32_s16(vmovl_s8(vld1_s8(p)))}; }
+OCTAVO_INLINE vi dot_pairs(vi a, vi b, vi c) {
+    int16x8_t x = vreinterpretq_s16_s32(a.v), y = vreinterpretq_s16_s32(b.v);
+    int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y)), high = vmull_high_s16(x, y);
+    return {vaddq_s32(c.v, vpaddq_s32(low, high))};
+}
+
 }  // namespace octavo

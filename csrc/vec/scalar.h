@@ -95,6 +95,20 @@ OCTAVO_INLINE vi round_int(vf a) {
 OCTAVO_INLINE vi as_int(vf a) { vi r; OCTAVO_LANES r.v[i] = int32_t(bits_of(a.v[i])); return r; }
 OCTAVO_INLINE vf as_float(vi a) { vf r; OCTAVO_LANES r.v[i] = float_of(uint32_t(a.v[i])); return r; }
 
+OCTAVO_INLINE vf load_i8(const int8_t* p) { vf r; OCTAVO_LANES r.v[i] = float(p[i]); return r; }
+OCTAVO_INLINE vi load_i8_pairs(const int8_t* p) {
+    vi r;
+    OCTAVO_LANES r.v[i] = int16_pair(p[2 * i], p[2 * i + 1]);
+    return r;
+}
+OCTAVO_INLINE vi dot_pairs(vi a, vi b, vi c) {
+    OCTAVO_LANES {
+        int32_t low = int32_t(int16_t(a.v[i])) * int16_t(b.v[i]), high = (a.v[i] >> 16) * (b.v[i] >> 16);
+        c.v[i] = int32_t(uint32_t(c.v[i]) + uint32_t(low) + uint32_t(high));
+    }
+    return c;
+}
+
 #undef OCTAVO_WRAP
 #undef OCTAVO_LANES
 

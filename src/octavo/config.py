@@ -43,7 +43,7 @@ class EngineConfig:
 
     - ``kv_memory``: bytes (or "2GiB") for K and V; ``kv_blocks``: the same as a number of blocks; neither: chosen
       from what the process may use, with head room
-    - ``kv_dtype``: float16, float32 or bfloat16; ``block_size``: token slots a block
+    - ``kv_dtype``: float16, float32, bfloat16 or int8 (half of float16's memory); ``block_size``: token slots a block
     - ``max_batched_tokens``: tokens a step; None: chosen so that a step takes about 0.2 s, and logged
     - ``max_running``: sequences that hold blocks at a time; ``max_context``: most tokens of one sequence
     - ``compute``: "fast" (8-bit activations against quantised weights) or "exact" (float activations)
@@ -55,6 +55,8 @@ class EngineConfig:
       no room for (0: none; None: a tenth of what the process may use, 1 GiB at most)
     - ``preempt``: "auto" (swap or recompute, by estimated cost), "swap" or "recompute"
     - ``kv_disk``: bytes of disk for prefixes that fall out of memory, which survive a restart; ``kv_disk_path``: where
+    - ``speculate``: most tokens that a step drafts by prompt lookup for one sequence, to be verified together (0 or
+      None: none); on text that repeats its prompt several come out right at once, on other text nothing is drafted
     - ``backend``: "cpu" or "reference" (NumPy, slow: the definition of right)
     - ``audit``: recount all blocks after each step (slow; for tests)
     """
@@ -77,6 +79,7 @@ class EngineConfig:
     preempt: str = "auto"
     kv_disk: int | str | None = None
     kv_disk_path: str | None = None
+    speculate: int | None = None
     backend: str = "cpu"
     audit: bool = False
 
@@ -91,6 +94,8 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 self._within(name, 1, high)
+        if self.speculate is not None:
+            self._within("speculate", 0, 64)
         self._one_of("kv_dtype", tuple(KV_ITEMSIZE))
         self._one_of("compute", ("fast", "exact"))
         self._one_of("backend", ("cpu", "reference"))

@@ -5,6 +5,7 @@ Skipped where the model isn't pulled, unless OCTAVO_REAL_MODELS is set, as it is
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -32,13 +33,31 @@ def run(*arguments: str) -> str:
 
 
 def test_the_readme_programs() -> None:
-    first, branches = PROGRAM
+    _, first, branches, guides = PROGRAM
     out = run("-c", first)
     assert "The sea is -> " in out and "Apples" in out and "3 requests finished" in out
     out = run("-c", branches)
     assert len(out.splitlines()) >= 7
     scores = {word: float(value) for word, value in (line.split() for line in out.splitlines()[4:6])}
     assert scores["giraffe"] > scores["mouse"]
+    form, choice, word = run("-c", guides).splitlines()
+    assert set(json.loads(form)) >= {"city", "big"} and choice == "Paris" and re.fullmatch("[A-Z]{4,9}!", word)
+
+
+def test_the_readme_program_of_a_client() -> None:
+    """The server as its command starts it, and the official client; a signal ends it well."""
+    command = [sys.executable, "-m", "octavo", "serve", MODEL, "--port", "0", "--kv-memory", "256MiB"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        try:
+            lines = iter(server.stderr.readline, "")
+            url = next(found[1] for line in lines if (found := re.search(r"serving .* at (http\S+)", line)))
+            out = run("-c", PROGRAM[0].replace("http://127.0.0.1:8000", url))
+        finally:
+            server.terminate()
+            server.stderr.read()
+        assert server.wait(30) == 0
+    assert "Apples" in out and len(out.splitlines()) > 2
 
 
 @pytest.mark.parametrize(

@@ -148,3 +148,15 @@ def test_float_weights_have_one_path(name: str, type: str, tiny_models: TinyMode
     checkpoint, tokens = open_model(tiny_models.gguf("llama", type)), tiny.prompt(60)
     logits = [load(make(name), checkpoint).logits(tokens) for make in (backends.exact, backends.fast)]
     assert np.array_equal(*logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["reference", *backends.NATIVE])
+def test_int8_keys_and_values_are_close_and_as_repeatable(name: str, family: str, tiny_models: TinyModels) -> None:
+    checkpoint, tokens = opened(tiny_models, family, "gguf", "F32"), tiny.prompt(60 if name == "scalar" else 200)
+    small = load(backends.exact(name), checkpoint, 16, "int8")
+    logits = small.logits(tokens)
+    p = oracle.log_softmax(load(backends.exact(name), checkpoint, 16, "float16").logits(tokens))
+    divergence = float((np.exp(p) * (p - oracle.log_softmax(logits))).sum(axis=1).mean())
+    assert 1e-9 < divergence < 5e-3, "nats a token; nothing at all would mean that this isn't int8"
+    assert np.array_equal(load(backends.exact(name), checkpoint, 4, "int8").logits(tokens, chunks(3)), logits)

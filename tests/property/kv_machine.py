@@ -162,6 +162,33 @@ class Machine:
             wanted = max(0, len(table) - reach // self.size)
             assert kept == wanted, f"{kept} blocks are kept of a window of {window}, {wanted} are in reach"
 
+    def draft(self, which: int, count: int) -> None:
+        """What may turn out wrong is written behind a sequence's tokens, and given back."""
+        sequence = self._pick(which, State.RUNNING)
+        if sequence is None or sequence.pending:
+            return
+        start, stop = sequence.computed, sequence.computed + 1 + count % (3 * self.size)
+        before = self._tables()
+        free = self._free(before)
+        try:
+            self.kv.extend(sequence, start, stop)
+        except RuntimeError:
+            self._done(before)
+            return
+        moves = self.kv.drain()
+        self._taken(before, free)
+        self._move(moves)
+        for table in self.kv.tables(sequence.number):
+            for position in range(start, stop):
+                assert table[position // self.size] not in self.names, "a draft is written into what can be hit"
+                self.slots[table[position // self.size]][position % self.size] = NEVER
+        self._done(before, sequence)
+        before = self._tables()
+        self.kv.trim(sequence.number, start)
+        assert {len(t) for t in self.kv.tables(sequence.number)} == {-(-start // self.size)}
+        self._done(before, sequence)
+        self._saw("drafted")
+
     def append(self, which: int, token: int) -> None:
         sequence = self._pick(which, State.RUNNING)
         if sequence is not None and not sequence.pending and len(sequence.tokens) < self.kv.longest():
@@ -486,7 +513,7 @@ class Machine:
 OPERATIONS = {
     "arrive": (4, 4), "admit": (6, 1), "rematch": (2, 1), "compute": (10, 2), "rewrite": (1, 2), "publish": (6, 1),
     "slide": (3, 1), "append": (6, 2), "fork": (3, 2), "replace": (1, 3), "preempt": (2, 1), "close": (3, 1),
-    "step": (8, 1),
+    "step": (8, 1), "draft": (2, 2),
 }  # fmt: skip
 
 

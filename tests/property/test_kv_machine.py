@@ -55,6 +55,10 @@ class KVMachine(RuleBasedStateMachine):
     def slide(self, which: int) -> None:
         self.machine.slide(which)
 
+    @rule(which=NUMBER, count=st.integers(0, 12))
+    def draft(self, which: int, count: int) -> None:
+        self.machine.draft(which, count)
+
     @rule(which=NUMBER, token=TOKENS)
     def append(self, which: int, token: int) -> None:
         self.machine.append(which, token)
@@ -109,7 +113,7 @@ def test_long_walks(number: int) -> None:
         machine.finish()
         for what, times in machine.seen.items():
             seen[what] = seen.get(what, 0) + times
-    wanted = {"copy", "no room", "preempted in a step"}
+    wanted = {"copy", "no room", "preempted in a step", "drafted"}
     if SETUPS[number].prefix_cache:
         wanted |= {"hit", "eviction", "hit in a step"}
     assert wanted <= seen.keys(), f"never happened: {wanted - seen.keys()}"

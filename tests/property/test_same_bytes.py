@@ -1,8 +1,9 @@
 """Same request, same bytes: whatever load it runs in, a request's answer is the one that it gets alone.
 
 Loads are drawn by seed: pools that force preemption, chunks, block sizes, windows, forks, aborts, priorities, salts,
-scoring, arrivals in the middle, a hash that collides.  The scripted executor's next token depends on every token of the
-prefix as the blocks hold it, so a block that is shared, copied, evicted or published wrongly changes the answer.
+scoring, arrivals in the middle, drafts right and wrong, a hash that collides.  The scripted executor's next token
+depends on every token of the prefix as the blocks hold it, so a block that is shared, copied, evicted or published
+wrongly changes the answer.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ def draw(seed: int) -> Load:
         "policy": rng.choice(["fcfs", "priority"]),
         "hash": rng.choice([chain_hash, chain_hash, six_bits]),
         "prefix_cache": rng.random() < 0.9,
+        "drafts": (0, 0, 2, 0, 0, 9)[seed % 6],
     }
     prefixes = [ids(rng.randint(1, 24), s) for s in range(3)]
     requests = []
@@ -104,7 +106,8 @@ def play(load: Load) -> list[tuple[Request, list[int], int, dict[str, Any]]]:
         _one_step(rig, aborts)
     rig.run()
     counters = rig.engine.stats().counters
-    for name in ("preemptions", "copies", "evictions", "cached_tokens", "aborted", "finished"):
+    names = ("preemptions", "copies", "evictions", "cached_tokens", "aborted", "finished")
+    for name in (*names, *(("drafted_tokens", "accepted_tokens") if load.rig["drafts"] else ())):
         HAPPENED.add(name, getattr(counters, name))
     HAPPENED.add("deferred", rig.deferred)
     HAPPENED.add("forked", sum(len(r.branches) - 1 for r, *_ in let_in))

@@ -1,7 +1,8 @@
 """Same request, same bytes, on the real kernels: tokens and log-probabilities are equal (==) to the request's alone.
 
 Each load is drawn: the model, how K and V are stored, block and chunk sizes, one or two threads, a pool that forces
-preemption, arrivals, forks, aborts, scoring; the request alone runs in one chunk on one thread with caching off.
+preemption, arrivals, forks, aborts, scoring, drafts; the request alone runs in one chunk on one thread with caching
+off.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def play(parts: Parts, load: list[tuple[list[int], int, dict[str, Any]]], rng: r
 def test_same_bytes_on_the_kernels(seed: int, tiny_models: TinyModels) -> None:
     rng = random.Random(seed)
     family, type = MODELS[seed % len(MODELS)]
-    dtype, compute = rng.choice(["float16", "float32", "bfloat16"]), rng.choice(["fast", "exact"])
+    dtype, compute = rng.choice(["float16", "float32", "bfloat16", "int8"]), rng.choice(["fast", "exact"])
     alone = solo(tiny_models, family, type, dtype, compute)
     load = requests(rng)
     groups = 6 if family == "gemma3" else 1
@@ -104,11 +105,16 @@ def test_same_bytes_on_the_kernels(seed: int, tiny_models: TinyModels) -> None:
         policy=rng.choice(["fcfs", "priority"]),
         **settings(rng, groups),
     ) as parts:
+        if seed % 2:
+            answers = [(p, alone.answer(p, most, **given)) for p, most, given in load]
+            texts = [p + list(tokens) for p, known in answers for tokens in known["tokens"]]
+            parts.engine.drafter = real.Recalled(texts, 1 + seed % 7)
         for request, (prompt, most, given) in zip(play(parts, load, rng), load, strict=True):
             if request is not None and not any(s.finish_reason == "abort" for s in request.branches):
                 assert answer(request) == alone.answer(prompt, most, **given), f"seed {seed}: {request.id}"
         counters = parts.engine.stats().counters
-    for name in ("preemptions", "copies", "evictions", "cached_tokens", "aborted", "finished"):
+    names = ("preemptions", "copies", "evictions", "cached_tokens", "aborted", "finished")
+    for name in (*names, *(("drafted_tokens", "accepted_tokens") if seed % 2 else ())):
         HAPPENED[name] = HAPPENED.get(name, 0) + getattr(counters, name)
 
 
@@ -125,7 +131,7 @@ def test_the_loads_are_hard(tiny_models: TinyModels) -> None:
 def test_every_way_of_cutting(family: str, type: str, compute: str, tiny_models: TinyModels) -> None:
     """R66: one prompt in chunks of 1, 7, B, B+1 and whole, in blocks of many sizes, on 1 and 2 threads."""
     prompt = tiny.prompt(150)
-    for dtype in ("float16", "float32"):
+    for dtype in ("float16", "float32", "int8"):
         want = solo(tiny_models, family, type, dtype, compute).answer(prompt, 16, prompt_logprobs=2)
         assert len(want["scores"]) == 149 and len(want["tokens"][0]) == 16
         for size in (1, 7, 16, 64):

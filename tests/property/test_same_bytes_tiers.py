@@ -49,6 +49,7 @@ def drawn_rig(rng: random.Random, windows: tuple[int | None, ...], size: int, fi
         windows=windows,
         max_running=rng.choice([1, 2, 5, 64]),
         policy=rng.choice(POLICIES),
+        drafts=rng.choice([0, 0, 5]),
     )
 
 
@@ -156,6 +157,7 @@ def test_same_bytes_in_sessions(seed: int) -> None:
         windows=windows,
         budget=rng.choice([2, 16]),
         policy=rng.choice(POLICIES),
+        drafts=rng.choice([0, 3, 8]),
         context=40,
     )
     drawn_swap(rng, rig)
@@ -199,7 +201,7 @@ def test_same_bytes_on_the_kernels(seed: int, tiny_models: TinyModels, tmp_path:
     family, type = (("llama", "F32"), ("llama", "Q8_0"), ("gemma3", "F32"), ("mistral", "F16"))[seed % 4]
     path = tiny_models.folder(family, type) if type in ("F32", "F16") else tiny_models.gguf(family, type)
     groups = 6 if family == "gemma3" else 1
-    dtype = rng.choice(["float32", "float16", "bfloat16"])
+    dtype = rng.choice(["float32", "float16", "bfloat16", "int8"])
     alone = real.Solo(path, kv_dtype=dtype)
     settings: dict[str, Any] = {"block_size": rng.choice([1, 4, 5]), "kv_dtype": dtype, "user_weights": None}
     if rng.random() < 0.7:

@@ -21,11 +21,13 @@ import real
 import tiny
 from conftest import TinyModels
 from engines import Rig, alone, answer, ids, outputs
-from octavo.core.plan import DISK, HOST, Move, Place
+from octavo.core.plan import DISK, HOST, Move, Place, Plan
+from octavo.core.sequence import State
 from octavo.engine.persist import fingerprint, identity
 from octavo.errors import ConfigError
 from octavo.execute import disk as disk_module
 from octavo.execute.disk import DiskStore, decode, encode, file_bytes
+from octavo.schedule.scheduler import Decision
 
 PROMPT = 1000
 
@@ -74,8 +76,8 @@ def test_r69_a_long_prompt_survives_a_restart(tiny_models: TinyModels, tmp_path:
 
 @pytest.mark.parametrize(
     "change",
-    [{"kv_dtype": "float16"}, {"block_size": 8}, {"compute": "exact"}, {"isa": "scalar"}],
-    ids=lambda c: next(iter(c)),
+    [{"kv_dtype": "float16"}, {"kv_dtype": "int8"}, {"block_size": 8}, {"compute": "exact"}, {"isa": "scalar"}],
+    ids=lambda c: " ".join(map(str, *c.items())),
 )
 def test_r69_other_settings_are_a_miss(change: dict[str, Any], tiny_models: TinyModels, tmp_path: Path) -> None:
     model, prompt = tiny_models.gguf("llama", "Q8_0"), tiny.prompt(100)
@@ -403,6 +405,65 @@ def test_lost_moves_lose_no_request(swap: int, lost: float) -> None:
         rig.engine.close()
         if lost == 1.0:
             assert not store and disk.read == 0
+
+
+def on_disk(*prompts: list[int], **given: Any) -> Rig:
+    """A rig whose disk holds the prompts' blocks from an engine before it."""
+    store: dict[str, Any] = {}
+    before = Rig(pool=30, swap=1, disk=40, files=store)
+    before.executor.disk = store
+    for prompt in prompts:
+        before.add(prompt, 1)
+        before.run()
+    before.engine.close()
+    before.executor._slow_ones(Plan(0, (), ()))
+    return Rig(swap=1, disk=40, files=store, **given)
+
+
+def test_a_victim_takes_no_room_of_what_comes_from_disk() -> None:
+    """A step of nothing but a fetch has it in flight, though a victim of the same step would fill the host tier.
+
+    Such a victim is one that was to make room for a sequence that then did not fit after all.
+    """
+    rig = on_disk(ids(13, 1))
+    victim = rig.add(ids(6, 2), 8)
+    rig.step()
+    reader = rig.add(ids(13, 1), 4)
+    decide, decision = rig._decide, Decision(victims=[*victim.branches], fetches=[(reader.branches[0], None, 1)])
+    rig._decide = lambda now, budget: decision
+    rig.step()
+    rig._decide = decide
+    disk = rig.kv.disk
+    assert disk is not None and len(disk.flights) + disk.read == 1
+    assert victim.branches[0].state is State.WAITING and not rig.kv.saved, "there was room for one block only"
+    rig.run()
+    assert outputs(reader) == alone(ids(13, 1), 4) and outputs(victim) == alone(ids(6, 2), 8)
+
+
+def test_a_decision_counts_the_room_for_what_comes_from_disk() -> None:
+    """Room for one block: the second one who wants it waits for the first one's, a third one computes its own."""
+    rig = on_disk(ids(13, 1), ids(13, 2))
+    first, second, third = (rig.add(ids(13, seed), 2) for seed in (1, 1, 2))
+    decision = rig.engine.scheduler.decide(0.0, 100)
+    assert [(s, blocks) for s, _, blocks in decision.fetches] == [(first.branches[0], 1)]
+    assert decision.rows == [(third.branches[0], 0, 13)]
+    rig.run()
+    assert outputs(first) == outputs(second) == alone(ids(13, 1), 2) and outputs(third) == alone(ids(13, 2), 2)
+
+
+def test_a_fetch_leaves_hits_of_the_same_step_in_the_host_tier() -> None:
+    """One whose hit lies where the fetch of a better-ranked one goes comes in a step later; commit cannot fail."""
+    rig = on_disk(ids(13, 1), policy="priority")
+    rig.add(ids(5, 3), 1)
+    rig.run()
+    for block in range(rig.kv.pool.size):
+        rig.kv.pool.forget(block)  # to the host tier's only slot
+    rig.add(ids(5, 3), 2, priority=1)
+    reader = rig.add(ids(13, 1), 2, priority=0)
+    decision = rig.engine.scheduler.decide(0.0, 100)
+    assert [s for s, _, _ in decision.fetches] == reader.branches and not decision.attached and not decision.rows
+    rig.run()
+    assert outputs(reader) == alone(ids(13, 1), 2)
 
 
 # ---- bad settings ---------------------------------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import threading
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,11 @@ import pytest
 
 import tiny
 from conftest import TinyModels
+from engines import Rig, ids
 from octavo import LLM, AsyncLLM, SamplingParams
-from octavo.errors import OctavoError, RequestError
+from octavo.core.request import Request
+from octavo.engine.session import Session, SessionState
+from octavo.errors import EngineError, OctavoError, RequestError
 from octavo.paging.audit import audit, audit_idle
 
 FAMILIES = ["llama", "gemma3", "mistral"]
@@ -160,6 +165,7 @@ def test_closing_and_dropping_give_all_back(tiny_models: TinyModels) -> None:
             if end == "mid-score":
                 with pytest.raises(RequestError):
                     session.score([[1], [10**9]])
+                assert not engine.requests, "a text was to be scored though another one was refused"
                 session.append([1])
                 assert len(session.score([1, 2])) == 1
             del session, forks
@@ -209,6 +215,24 @@ def test_bad_calls(tiny_models: TinyModels) -> None:
                 call()
         audit_idle(llm.parts.engine.kv)
         assert llm.generate([[1, 2]], params(2))[0].finished
+
+
+def test_a_failed_score_is_an_error() -> None:
+    """Not a short list of what had been scored before; the session is as it was."""
+    broken = [True]
+    rig = Rig(budget=2, fail=lambda row: "it broke" if broken and len(row.tokens) + row.start > 12 else None)
+
+    def run(requests: list[Request]) -> None:
+        while not all(r.finished for r in requests):
+            rig.step()
+
+    session = Session(SessionState(rig.engine, rig.intake, array("i", ids(10)), b"", ""), run, threading.Lock())
+    with pytest.raises(EngineError, match="it broke"):
+        session.score([[1], [2, 3, 4, 5]])
+    broken.clear()
+    assert len(session) == 10 and len(session.score([2, 3, 4, 5])[0].logprobs) == 4
+    session.close()
+    audit_idle(rig.kv)
 
 
 def test_salted_sessions_share_nothing(tiny_models: TinyModels) -> None:

@@ -13,10 +13,11 @@ import pytest
 from engines import Pieces, Rig
 from octavo import AsyncLLM, SamplingParams
 from octavo.config import EngineConfig
-from octavo.core.events import Delta
+from octavo.core.events import Delta, Finished
 from octavo.core.plan import Plan, StepResult
 from octavo.core.request import Request
 from octavo.engine import service
+from octavo.engine.async_session import AsyncSession
 from octavo.engine.build import Parts
 from octavo.engine.outputs import RequestOutput
 from octavo.engine.service import Service
@@ -155,6 +156,61 @@ def test_leaving_frees_the_blocks_within_a_step(how: str, monkeypatch: pytest.Mo
         asyncio.run(main(llm))
 
 
+@pytest.mark.parametrize(
+    "what, step",
+    [("generate", -1), ("generate", 0), ("score", -1), ("score", 0), ("score", 1), ("stream", 2)],
+)
+def test_a_session_is_free_when_a_call_has_been_left(what: str, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled before it began anything (-1) or in some step of it: nothing runs on, nothing changed."""
+    rig = saying({(1, 2, 3): [5] * 400, (9,): [6] * 400}, pool=250, block_size=4)
+    entered, resume, run = threading.Event(), threading.Event(), rig.executor.run
+
+    def gated(plan: Plan) -> StepResult:
+        if plan.step == max(step, 0):
+            entered.set()
+            assert resume.wait(60)
+        return run(plan)
+
+    async def call(session: AsyncSession) -> None:
+        if what == "score":
+            await session.score([[7], [8, 9]])
+        elif what == "generate":
+            await session.generate(LONG)
+        else:
+            async for _ in session.stream(LONG):
+                pass
+
+    async def main(llm: AsyncLLM) -> None:
+        session = await llm.session([1, 2, 3])
+        other = llm.stream([9], LONG)
+        if step < 0:  # keeps the engine in a step, so that the call has to wait
+            begun = asyncio.create_task(anext(other))
+            await asyncio.to_thread(entered.wait)
+        task = asyncio.create_task(call(session))
+        while step < 0 and not llm._service._orders:
+            await asyncio.sleep(0.001)
+        await asyncio.to_thread(entered.wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        resume.set()
+        if step < 0:
+            await begun
+        await other.aclose()
+        assert await session.append([4]) == 1 and session.token_ids == [1, 2, 3, 4]
+        for _ in range(3):
+            length = len(session)
+            await session.generate(SamplingParams(temperature=0.0, max_tokens=2))
+            assert len(session) == length + 2, "the answer was not there when the call returned"
+        assert [len(s.logprobs) for s in await session.score([[7], [8, 9]])] == [1, 2]
+        await session.close()
+        assert not await settled(llm) and not rig.engine.requests
+
+    rig.executor.run = gated
+    with serving(rig, monkeypatch) as llm:
+        asyncio.run(main(llm))
+
+
 def test_a_failing_row_ends_only_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = saying({(1,): [5] * 12, (2,): [6] * 12}, fail=lambda row: "it broke" if row.tokens[-1] == 5 else None)
 
@@ -201,6 +257,23 @@ def test_a_failing_step_loop_ends_everybody(monkeypatch: pytest.MonkeyPatch, cap
         asyncio.run(main(llm))
         with pytest.raises(EngineError, match="out of memory"):
             llm._service.call(lambda: None)
+
+
+def test_a_request_that_the_engine_fails_to_add_hears_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig()
+    served = Service(rig.engine)
+    heard: list[Any] = []
+    request = rig.intake.request([1, 2], PARAMS, sink=heard.append)
+    broken = rig.engine.rest(request.prompt[:], b"", "")
+    rig.engine.scheduler.waiting.clear()  # a session's sequence that cannot be taken back
+
+    def add() -> None:
+        rig.engine.orphans.append(broken)
+        rig.engine.add(request)
+
+    served.order(add)
+    served._thread.join()
+    assert heard == [Finished(request.id, f"the engine failed: {served.error}")]
 
 
 def test_a_sink_that_fails_with_the_loop() -> None:

@@ -120,6 +120,25 @@ def test_only_what_is_given_is_set(monkeypatch: pytest.MonkeyPatch, octavo: Any)
     SamplingParams(**seen["sampling"])
 
 
+def test_a_guide_on_the_command_line(monkeypatch: pytest.MonkeyPatch, octavo: Any, tmp_path: Path) -> None:
+    import octavo.cli.generate as command
+    from octavo.core.guide import Guide
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(command, "run", lambda model, prompts, **given: seen.update(given["sampling"]))
+    (tmp_path / "schema.json").write_text('{"type": "array"}', encoding="utf-8")
+    for text, guide in [
+        ("json", Guide.json()),
+        ('json={"type": "array"}', Guide.json({"type": "array"})),
+        (f"json=@{tmp_path}/schema.json", Guide.json({"type": "array"})),
+        ("regex=a=b", Guide.regex("a=b")),
+        ("choice=yes|no", Guide.choice(["yes", "no"])),
+        ('lark=start: "a"', Guide.lark('start: "a"')),
+    ]:
+        assert octavo("generate", "m", "p", "--guide", text)[0] == 0
+        assert seen["guide"] == guide
+
+
 def test_version(octavo: Any) -> None:
     import octavo as package
 
@@ -139,6 +158,9 @@ def test_version(octavo: Any) -> None:
         (("generate", "MODEL", "hi", "--top-p", "7"), 2, "top_p"),
         (("generate", "MODEL", "hi", "--temperature", "nan"), 2, "temperature"),
         (("generate", "MODEL", "hi", "--logit-bias", "x"), 2, "logit_bias"),
+        (("generate", "MODEL", "hi", "--guide", "xml=x"), 2, "choice=A|B"),
+        (("generate", "MODEL", "hi", "--guide", "json=@no/such/file"), 2, "no/such/file"),
+        (("generate", "MODEL", "hi", "--guide", "regex=("), 2, "regex cannot be used"),
         (("generate", "MODEL", "hi", "--stop-token-ids", "1000000000000"), 2, "1000000000000"),
         (("generate", "MODEL", "hi", "--kv-blocks", "0"), 2, "kv_blocks"),
         (("generate", "MODEL", "hi", "--kv-memory", "-1GiB"), 2, "kv_memory"),

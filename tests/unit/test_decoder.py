@@ -41,7 +41,7 @@ class Names:
         self.matrices: list[tuple[str, int, int]] = []
         self.vectors: list[np.ndarray] = []
 
-    def matrix(self, type: str, data: np.ndarray, rows: int, cols: int) -> str:
+    def matrix(self, type: str, data: np.ndarray, rows: int, cols: int, read: Any = None) -> str:
         self.matrices.append((type, rows, cols))
         return f"m{len(self.matrices)}"
 
@@ -92,7 +92,9 @@ def test_progress_counts_every_byte(llama: Assembled) -> None:
 def test_a_bad_tensor_is_named(llama: Assembled) -> None:
     def load(**changes: Tensor | None) -> None:
         tensors: dict[str, Any] = {**llama.tensors, **{k.replace("__", "."): v for k, v in changes.items()}}
-        decoder.load_weights(ReferenceBackend(), Assembled(llama.spec, {k: v for k, v in tensors.items() if v}))
+        decoder.load_weights(
+            ReferenceBackend(), Assembled(llama.spec, tiny.Tensors({k: v for k, v in tensors.items() if v}))
+        )
 
     with pytest.raises(ModelError, match=r"layers\.1\.down is missing"):
         load(layers__1__down=None)

@@ -160,3 +160,16 @@ def test_layers_in_groups() -> None:
     odd = group_layers((None,) * 4 + (8,) * 29)
     assert len(odd) == 1 + 8 and KVLayout(16, 1, 8, "float32", odd).layers_per_block == 4
     assert len(group_layers((None,) * 30)) == 1
+
+
+@pytest.mark.parametrize("head_dim, kv_heads", [(64, 1), (64, 3), (80, 4), (128, 8), (256, 1)])
+def test_int8_holds_nearly_twice_the_tokens_of_float16(head_dim: int, kv_heads: int) -> None:
+    groups = (LayerGroup(None, (0, 1)),)
+    half, small = (KVLayout(16, kv_heads, head_dim, dtype, groups) for dtype in ("float16", "int8"))
+    assert half.bytes_per_token / small.bytes_per_token >= 1.85
+    assert EngineConfig(kv_dtype="int8").kv_dtype == "int8"
+
+
+def test_another_type_of_keys_and_values_is_refused_with_the_choices() -> None:
+    with pytest.raises(ConfigError, match=r"kv_dtype must be one of float32, float16, bfloat16, int8, not 'int4'"):
+        EngineConfig(kv_dtype="int4")

@@ -15,7 +15,8 @@ from octavo.core.layout import KVLayout, LayerGroup
 from octavo.errors import ModelError
 from octavo.kernels import dequant
 from octavo.kernels.backend import Batch, Ops, SampleBatch
-from octavo.kernels.reference import ReferenceBackend, ReferenceOps
+from octavo.kernels.dequant import bfloat16_to_float32
+from octavo.kernels.reference import ReferenceBackend, ReferenceOps, quantise
 from octavo.kernels.reference_sample import log_softmax, philox4x32, uniform
 from octavo.loading.tensor import TYPES
 
@@ -153,6 +154,45 @@ def test_values_too_large_for_float16_become_infinite() -> None:
     assert np.isinf(ops.planes[1, 0, 0, 0])
 
 
+def test_int8_keys_and_values_lie_where_the_layout_says() -> None:
+    """A unit for V and for every 32 dimensions of K, rounded to bfloat16 before it is divided by."""
+    layout = KVLayout(4, 2, 40, "int8", LAYOUT.groups)
+    rng, ops = RNG(6), ops_for("float32", layout, rows=6)
+    qkv = rng.normal(size=(6, 8 * 40)).astype(np.float32)
+    ops.rope_write(qkv, 2, np.zeros(20), 1.0)
+    blocks = np.concatenate(
+        [ops.planes.view(np.uint8).reshape(3, 2, -1), ops.scales.view(np.uint8).reshape(3, 2, -1)], 2
+    )
+    assert blocks.shape == (3, 2, layout.layer_bytes) and layout.block_bytes == 2 * layout.layer_bytes
+    assert (blocks[:, 0] == 0xFF).all() and (blocks[0] == 0xFF).all()  # nothing else was written
+
+    def parts(x: np.ndarray) -> tuple[np.ndarray, float]:
+        unit = float(torch.tensor(np.abs(x).max() / np.float32(127)).to(torch.bfloat16))
+        return np.clip(np.rint(x / np.float32(unit)), -127, 127), unit
+
+    k, v = qkv[:, 160:240].reshape(6, 2, 40), qkv[:, 240:].reshape(6, 2, 40)
+    for position in range(6):
+        block, slot = blocks[1 + position // 4, 1], position % 4
+        keys = block[:320].view(np.int8).reshape(2, 20, 4, 2)[:, :, slot].reshape(2, 40)
+        values = block[320:640].view(np.int8).reshape(2, 4, 40)[:, slot]
+        scales = torch.from_numpy(block[640:].copy()).view(torch.bfloat16).float().numpy().reshape(2, 3, 4)[:, :, slot]
+        for h in range(2):
+            for found, scale, right in (
+                (keys[h, :32], scales[h, 0], parts(k[position, h, :32])),
+                (keys[h, 32:], scales[h, 1], parts(k[position, h, 32:])),
+                (values[h], scales[h, 2], parts(v[position, h])),
+            ):
+                assert np.array_equal(found, right[0]) and scale == right[1] and np.abs(found).max() == 127
+
+
+def test_int8_keeps_what_is_not_finite_and_what_is_zero() -> None:
+    x = np.array([[0, 0, 0, 0], [1, np.inf, 2, 3], [1, np.nan, 2, 3], [1e-30, -2e-30, 0, 0]], np.float32)
+    quants, scales = quantise(x, 2)
+    values = quants.reshape(4, 2, 2) * bfloat16_to_float32(scales)[..., None]
+    assert np.array_equal(np.isnan(values[:, :, 0]), [[False, False], [True, False], [True, False], [False, False]])
+    assert (values[0] == 0).all() and np.allclose(values[3, 0], [1e-30, -2e-30], rtol=1e-2)
+
+
 @pytest.mark.parametrize("window", [None, 1, 6, 100])
 @pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("heads", [2, 6])
@@ -198,7 +238,7 @@ def layered(backend: ReferenceBackend) -> Callable[[Ops], None]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16", "int8"])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 def test_a_row_depends_on_its_own_tokens_alone_to_the_bit(dtype: str, storage: str, block_size: int) -> None:
     layout = KVLayout(block_size, 2, 8, storage, LAYOUT.groups)

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from engines import Rig, alone, ids, outputs
+from octavo.core.params import SamplingParams
 from octavo.core.plan import Plan, StepResult
 from octavo.core.request import Request
 from octavo.core.sequence import State
+from octavo.engine.session import SessionState
 from octavo.paging.kv import KV
 from octavo.schedule.budget import TokenBudget
 from octavo.schedule.policies import Policy, Priority
@@ -201,6 +203,19 @@ def test_equals_do_not_push_each_other_out() -> None:
     assert numbers(rig.engine.scheduler.waiting) == [3]
     rig.run()
     assert not any(r.preemptions for r in (*requests, late))
+
+
+def test_an_idle_session_is_no_place_to_run() -> None:
+    """It keeps its blocks when others wait because as many run as may, not because memory is short."""
+    rig = Rig(pool=100, block_size=4, max_running=1)
+    session = SessionState(rig.engine, rig.intake, array("i", ids(10, 1)), b"", "")
+    request = session.begin(SamplingParams(temperature=0.0, max_tokens=3))
+    rig.steps(20)
+    session.end(request)
+    asked = [rig.add(ids(6, i), 4) for i in range(3)]
+    rig.steps(20)
+    assert not rig.engine.busy and all(r.finished for r in asked)
+    assert rig.engine.scheduler.preemptions == 0 and session.sequence.number in rig.kv.holdings
 
 
 def test_a_preempted_sequence_is_empty_handed_and_first_in_line() -> None:

@@ -170,9 +170,10 @@ def summary(llm: LLM, outputs: Sequence[RequestOutput], elapsed: float) -> str:
     generated = sum(len(o.token_ids) for output in outputs for o in output.outputs)
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     c = stats.counters
+    drafts = f", {c.accepted_tokens:,} of {c.drafted_tokens:,} drafts right" if c.drafted_tokens else ""
     return (
         f"{len(outputs)} prompts ({prompt:,} tokens) answered with {generated:,} tokens in {elapsed:.1f} s: "
         f"{generated / elapsed:,.0f} tokens a second, {c.steps} steps of {stats.mean_running:.1f} sequences\n"
         f"KV blocks: {stats.blocks_peak} of {stats.blocks} used at the peak, {100 * stats.waste:.1f} % of their slots "
-        f"empty, {c.cached_tokens:,} prompt tokens from the prefix cache, {c.preemptions} preemptions"
+        f"empty, {c.cached_tokens:,} prompt tokens from the prefix cache, {c.preemptions} preemptions{drafts}"
     )

@@ -10,12 +10,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperArgument, TyperCommand
 
 from octavo.config import EngineConfig
+from octavo.core.guide import Guide
 from octavo.core.params import ParamError, SamplingParams
 from octavo.errors import ConfigError
 from octavo.loadgen.config import LoadConfig
@@ -36,7 +38,7 @@ class Flag:
 ENGINE = (
     Flag("kv_memory", 'memory for keys and values, such as "512MiB" or "2GB" (default: from what is free)', "SIZE"),
     Flag("kv_blocks", "the same as a number of blocks", "N"),
-    Flag("kv_dtype", "float16, float32 or bfloat16", "TYPE"),
+    Flag("kv_dtype", "float16, float32, bfloat16 or int8 (half the memory of float16)", "TYPE"),
     Flag("block_size", "token slots in a block", "N"),
     Flag("max_batched_tokens", "tokens computed in a step (default: adapts to the machine)", "N"),
     Flag("max_running", "sequences that run at a time", "N"),
@@ -52,6 +54,7 @@ ENGINE = (
     Flag("preempt", "auto, swap or recompute: how a request that has to wait gets its blocks back", "HOW"),
     Flag("kv_disk", 'disk for computed prefixes, such as "8GiB"; they survive a restart', "SIZE"),
     Flag("kv_disk_path", "where they lie (default: in the cache folder)", "DIR"),
+    Flag("speculate", "draft up to N tokens a step by prompt lookup: faster where answers repeat their prompt", "N"),
     Flag("backend", "cpu, or reference (NumPy, slow: the definition of right)", "NAME"),
     Flag("audit", "recount all blocks after each step (slow, for debugging)"),
 )
@@ -81,6 +84,7 @@ SAMPLING = (
     Flag("prompt_logprobs", "the same for the prompt (with --json)", "N"),
     Flag("skip_special_tokens", "keep special tokens in the text"),
     Flag("include_stop_str_in_output", "keep the stop text in the answer"),
+    Flag("guide", "form of the answer: json, json=SCHEMA, regex=PATTERN, choice=A|B, lark=GRAMMAR; =@FILE", "FORM"),
 )
 
 LOAD = (
@@ -157,6 +161,7 @@ _TYPES: dict[str, Any] = {
     "tuple[str, ...]": list[str] | None,
     "Sequence[str]": list[str] | None,
     "Sequence[int]": list[int] | None,
+    "Guide | None": str | None,
     "Mapping[int, float] | None": list[str] | None,
     "Mapping[str, float] | None": list[str] | None,
 }
@@ -257,11 +262,30 @@ def command(function: Callable[..., Any]) -> Callable[..., Any]:
 def _value(field: Field[Any], value: Any) -> Any:
     if field.default is True:
         return not value
+    if field.name == "guide":
+        return _guide(value)
     if field.name == "logit_bias":
         return _pairs(value, int, ParamError("logit_bias", "must be ID=VALUE, such as 42=-100"))
     if field.name == "user_weights":
         return _pairs(value, str, ConfigError("user_weights must be USER=WEIGHT, such as alice=2", "user_weights"))
     return value
+
+
+def _guide(text: str) -> Guide:
+    """From KIND=VALUE, where =@FILE stands for what the file holds."""
+    kind, given, value = text.partition("=")
+    if kind == "json" and not given:
+        return Guide.json()
+    if value.startswith("@"):
+        try:
+            value = Path(value[1:]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ParamError("guide", f"{value[1:]} can't be read: {error}") from None
+    if not given or kind not in ("json", "regex", "choice", "lark"):
+        raise ParamError("guide", "must be json, json=SCHEMA, regex=PATTERN, choice=A|B or lark=GRAMMAR")
+    if kind == "choice":
+        return Guide.choice(value.split("|"))
+    return Guide.json(value) if kind == "json" else Guide.regex(value) if kind == "regex" else Guide.lark(value)
 
 
 def _pairs(given: Sequence[str], key: Callable[[str], Any], error: Exception) -> dict[Any, float]:

@@ -60,7 +60,7 @@ class Guide:
 
     @classmethod
     def choice(cls, choices: Sequence[str]) -> Guide:
-        """The output is one of the texts."""
+        """The output is one of the texts, in the tokens that the model's tokenizer would write it with."""
         if isinstance(choices, str) or not isinstance(choices, Sequence) or not choices:
             raise RequestError("guide: choices must be a list of texts that is not empty", "guide")
         if any(not isinstance(text, str) or not text for text in choices):

@@ -10,6 +10,14 @@ equal.  Inside a block the order is layer, then K and V, then head::
 
 K is kept transposed (slots innermost), so that scores are computed with slots in the lanes of a vector and no
 horizontal sum; V has the head dimension innermost for the same reason.
+
+With ``int8`` a layer is::
+
+    K [kv_heads][head_dim / 2][block_size][2], V [kv_heads][block_size][head_dim]
+    scales [kv_heads][key_groups, then 1 for V][block_size], bfloat16
+
+Each token and head has a scale for V and one for every 32 dimensions of K, of which a few may be far larger than all
+others.  Pairs of K's dimensions lie together, as scores are then sums of integer products, two at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +26,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
 
-KV_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+from octavo.errors import ConfigError
+
+KV_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+KEY_GROUP = 32  # dimensions of an int8 key that share a scale
+SCALE_ITEMSIZE = 2
 
 
 @dataclass(frozen=True)
@@ -39,6 +51,10 @@ class KVLayout:
     dtype: str
     groups: tuple[LayerGroup, ...]
 
+    def __post_init__(self) -> None:
+        if self.dtype == "int8" and self.head_dim % 2:
+            raise ConfigError(f"kv_dtype int8 needs an even head_dim, this model's is {self.head_dim}", "kv_dtype")
+
     @property
     def layers_per_block(self) -> int:
         return max(len(g.layers) for g in self.groups)
@@ -49,8 +65,26 @@ class KVLayout:
         return self.kv_heads * self.head_dim * self.block_size
 
     @property
+    def plane_bytes(self) -> int:
+        return self.plane_items * KV_ITEMSIZE[self.dtype]
+
+    @property
+    def key_groups(self) -> int:
+        """Scales of one token and head of K."""
+        return -(-self.head_dim // KEY_GROUP) if self.dtype == "int8" else 0
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales of one layer in one block."""
+        return self.kv_heads * (self.key_groups + 1) * self.block_size * SCALE_ITEMSIZE if self.key_groups else 0
+
+    @property
+    def layer_bytes(self) -> int:
+        return 2 * self.plane_bytes + self.scale_bytes
+
+    @property
     def block_bytes(self) -> int:
-        return self.layers_per_block * 2 * self.plane_items * KV_ITEMSIZE[self.dtype]
+        return self.layers_per_block * self.layer_bytes
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int]]:

@@ -38,9 +38,11 @@ class Move:
 class Mask(Protocol):
     """Which tokens may be drawn: bit t % 8 of byte t // 8 is token t's.
 
-    Perhaps still being computed beside the step, so it is asked for just before sampling; what it says is settled by
-    the tokens before the draw.
+    What it says is settled by the tokens before the draw.  Computing it takes a while, so it is begun just before the
+    model runs, beside it, and asked for just before sampling.
     """
+
+    def begin(self) -> None: ...
 
     def bits(self) -> bytes: ...
 
@@ -72,7 +74,9 @@ class Draw(NamedTuple):
 class Row(NamedTuple):
     """A run of consecutive tokens of one sequence: positions start .. start + len(tokens) - 1.
 
-    ``tables`` has one block table for each layer group.  ``draws`` sample from the last token's logits.  With
+    ``tables`` has one block table for each layer group.  ``draws`` sample from the last token's logits; but if the last
+    ``drafts`` tokens are drafts, there is a draw for each of them and one more, from the logits of the token before
+    the first draft and of each draft, in order: what is drawn says which drafts are right, and what follows.  With
     ``score`` >= 0 the logits of the first ``len(targets)`` tokens are scored against ``targets`` (the tokens that
     follow them) with that many best ones reported.
     """
@@ -84,6 +88,7 @@ class Row(NamedTuple):
     draws: tuple[Draw, ...] = ()
     targets: array[int] = NO_TOKENS
     score: int = -1
+    drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +103,8 @@ class Plan:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of rows that read or recompute a prompt: all but single ones."""
-        return sum(len(row.tokens) for row in self.rows if len(row.tokens) > 1)
+        """Tokens of rows that read or recompute a prompt: all but single ones, with drafts or without."""
+        return sum(len(row.tokens) for row in self.rows if len(row.tokens) - row.drafts > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,10 @@ class TokenLogprobs:
 
 
 class RowResult(NamedTuple):
-    """What a row yields: a token for each draw, with its log-probabilities if asked; scores; or an error."""
+    """What a row yields: a token for each draw, with its log-probabilities if asked; scores; or an error.
+
+    A row with drafts may yield fewer tokens: none for a draw that fails, nor after it.
+    """
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs | None, ...] = ()

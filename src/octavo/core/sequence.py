@@ -6,6 +6,7 @@ from array import array
 from enum import Enum
 
 from octavo.core.params import SamplingParams
+from octavo.core.plan import NO_TOKENS
 
 
 class State(Enum):
@@ -31,7 +32,7 @@ class Sequence:
     __slots__ = (
         "number", "request", "branch", "tokens", "prompt_length", "computed", "state", "params", "salt", "user",
         "priority", "arrival", "served", "preemptions", "forks", "scored", "limit", "finish_reason", "stop_reason",
-        "cached", "parked", "idle", "miss",
+        "cached", "parked", "idle", "miss", "drafts",
     )  # fmt: skip
 
     def __init__(
@@ -68,6 +69,7 @@ class Sequence:
         self.miss = ""  # why no more of the prompt came from the prefix cache
         self.idle = False  # of a session that nobody uses for now: the first to lose its blocks
         self.parked = False  # has nothing to compute for now: a beam that waits for the others, an idle session
+        self.drafts = NO_TOKENS  # what may follow `tokens`, to be verified in its next step if there is room
         self.cached: int | None = None  # prompt tokens taken from the prefix cache when first admitted
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -78,6 +80,7 @@ class Sequence:
         self.state = state
         if state is State.WAITING:
             self.computed = 0
+            self.drafts = NO_TOKENS
 
     @property
     def pending(self) -> int:
@@ -86,7 +89,7 @@ class Sequence:
 
     @property
     def decoding(self) -> bool:
-        """Whether its next row is a single token."""
+        """Whether its next row is a single token, besides drafts."""
         return not self.parked and len(self.tokens) - self.computed == 1
 
     @property

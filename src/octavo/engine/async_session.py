@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from functools import partial
+from contextlib import aclosing, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from octavo.core.events import Delta, Finished
 from octavo.core.params import SamplingParams
 from octavo.core.request import Request
 from octavo.engine.outputs import RequestOutput, request_output
-from octavo.engine.session import Score, SessionState, Text, as_texts, scores
+from octavo.engine.session import Call, Score, SessionState, Text, as_texts, scored
 from octavo.errors import EngineError, RequestError
 
 if TYPE_CHECKING:
@@ -69,50 +68,50 @@ class AsyncSession:
             async for request, _ in events:
                 last = request
         assert last is not None
+        await self._call(lambda: None)  # the session has the answer's tokens once earlier orders are carried out
         return request_output(last)
 
     async def score(self, texts: Any) -> list[Score]:
         """How likely each text is as what comes next; the session itself stays as it is."""
-        state, items = self._state, as_texts(texts)
-        first, waited = await self._start(self._begin_score)
+        call, items = Call(self._state), as_texts(texts)
         try:
+            first, queue = await self._start(call.prefill)
             if first is not None:
-                await waited.get()
-            asked, waited = await self._start(lambda sink: [state.score(text, sink=sink) for text in items])
+                await _final(queue)
+            asked, queue = await self._start(lambda sink: call.score(items, sink))
             for _ in asked:
-                event = await waited.get()
-                while not isinstance(event, Finished):
-                    event = await waited.get()
-                if event.error is not None:
-                    raise EngineError(event.error)
+                await _final(queue)
         finally:
-            state.busy = False
-        return [scores(request, ids) for request, ids in asked]
+            self._end(call)
+        return [scored(request, ids) for request, ids in asked]
 
     async def close(self) -> None:
         """Give back every block."""
         await self._call(self._state.close)
 
-    def _begin_score(self, sink: Any) -> Request | None:
-        self._state.check()
-        self._state.busy = True
-        return self._state.prefill(sink=sink)
-
     async def _answer(
         self, params: SamplingParams | None, **given: Any
     ) -> AsyncGenerator[tuple[Request, Delta | Finished], None]:
-        state = self._state
-        request, queue = await self._start(lambda sink: state.begin(params, sink=sink, **given))
+        call = Call(self._state)
         try:
+            request, queue = await self._start(lambda sink: call.answer(params, sink=sink, **given))
             while True:
                 event = await queue.get()
                 if isinstance(event, Finished) and event.error is not None:
                     raise EngineError(f"request {request.id}: {event.error}")
+                if isinstance(event, Finished):  # whoever hears of the end finds the session's tokens
+                    with suppress(EngineError):  # closed: there was an end all the same
+                        await self._call(call.end)
                 yield request, event
                 if isinstance(event, Finished):
                     return
         finally:
-            self._service.order(partial(state.take_back, request))
+            self._end(call)
+
+    def _end(self, call: Call) -> None:
+        """Free the session between two steps; also of what a call that is left now has not even begun."""
+        with suppress(EngineError):  # closed: everything has been ended already
+            self._service.order(call.end)
 
     async def _start(self, begin: Callable[[Any], T]) -> tuple[T, asyncio.Queue[Delta | Finished]]:
         """Have requests added between two steps, their events going to the queue that is returned."""
@@ -123,3 +122,9 @@ class AsyncSession:
     async def _call(self, work: Callable[[], T]) -> T:
         result: T = await asyncio.to_thread(self._service.call, work)
         return result
+
+
+async def _final(queue: asyncio.Queue[Delta | Finished]) -> None:
+    """Wait for the final event of one of the requests whose events go to the queue."""
+    while not isinstance(await queue.get(), Finished):
+        pass

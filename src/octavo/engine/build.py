@@ -10,6 +10,7 @@ from typing import Any
 from octavo.clock import Clock, RealClock
 from octavo.config import EngineConfig, format_size
 from octavo.core.layout import KVLayout
+from octavo.decode.lookup import PromptLookup
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake
 from octavo.engine.memory import MemoryPlan, plan_memory, plan_swap
@@ -117,6 +118,7 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
     backend = make_backend(config)
     packed = (lambda done, total: progress("loading", done, total)) if progress else None
     weights = load_weights(backend, checkpoint, packed)
+    checkpoint.tensors.release()
     program = compile_model(backend, spec, weights, layout)
     # Rows of the head that no token has must never be drawn: they have no text.
     banned = range(tokenizer.vocab_size, spec.vocab)
@@ -142,6 +144,7 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
         clock=clock,
         audited=config.audit,
         block_bytes=layout.block_bytes,
+        drafter=PromptLookup(config.speculate) if config.speculate else None,
     )
     intake = Intake(
         tokenizer=tokenizer,

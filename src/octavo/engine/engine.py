@@ -7,16 +7,16 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from octavo.clock import Clock, RealClock
 from octavo.core.events import Delta, Finished
 from octavo.core.params import SamplingParams
-from octavo.core.plan import Draw, Row, RowResult, TokenLogprobs
+from octavo.core.plan import NO_TOKENS, Draw, Row, RowResult, TokenLogprobs
 from octavo.core.request import Request
 from octavo.core.sequence import Sequence, State
-from octavo.decode.branching import beam_draws, draws
+from octavo.decode.branching import beam_draws, draft_draws, draws
 from octavo.engine.beams import Beams
+from octavo.engine.drafting import Drafter, agreed, may_draft
 from octavo.engine.reader import Reader
 from octavo.engine.stats import Counters, Stats
 from octavo.execute.executor import Executor
@@ -53,6 +53,7 @@ class Engine:
         audited: bool = False,
         block_bytes: int = 0,
         swap_pays: Callable[[Sequence], bool] = lambda sequence: True,
+        drafter: Drafter | None = None,
     ) -> None:
         self.executor = executor
         self.kv = kv
@@ -63,6 +64,7 @@ class Engine:
         self.clock = clock or RealClock()
         self.audited = audited
         self.block_bytes = block_bytes
+        self.drafter = drafter
         self.counters = Counters()
         self.requests: dict[int, Request] = {}  # in flight, by number
         self._owners: dict[int, Request] = {}  # by sequence number
@@ -75,8 +77,8 @@ class Engine:
 
     def add(self, request: Request, parent: Sequence | None = None) -> None:
         """Take a request that intake has found able to run; ``parent``: a session's sequence to start from."""
+        self.requests[request.number] = request  # first of all: should anything fail from here on, it is heard of
         self.reap()
-        self.requests[request.number] = request
         self.counters.prompt_tokens += len(request.prompt)
         sequence = self._branch(request, 0, request.prompt[:])
         if request.beams is not None:
@@ -126,6 +128,11 @@ class Engine:
         self.executor.close()
 
     @property
+    def sequences(self) -> int:
+        """How many there have been so far; the latest has this number."""
+        return self._sequences
+
+    @property
     def busy(self) -> bool:
         return not self.scheduler.idle
 
@@ -134,7 +141,8 @@ class Engine:
         sequence = request.branch(self._sequences, index, tokens)
         request.readers.append(Reader(self.tokenizer, request.params))
         if request.form is not None:
-            request.matchers.append(request.matchers[0].fork() if index else _matcher(request))
+            held = 2**62 if request.params.ignore_eos else request.params.min_tokens  # end tokens
+            request.matchers.append(request.matchers[0].fork() if index else request.form.matcher(held))
         self._owners[sequence.number] = request
         return sequence
 
@@ -146,6 +154,8 @@ class Engine:
         if self.scheduler.idle:
             return 0
         began = self.clock.now()
+        if self.drafter is not None:
+            self._draft(self.drafter)
         decision = self.scheduler.decide(began, self.budget.step(len(self.scheduler.running)))
         plan = self.scheduler.commit(decision, self.counters.steps, self._draws)
         if not plan.rows and not (self.kv.disk and self.kv.disk.flights):
@@ -166,11 +176,22 @@ class Engine:
         self._log(decision)
         return plan.tokens
 
-    def _draws(self, sequence: Sequence) -> tuple[Draw, ...]:
+    def _draft(self, drafter: Drafter) -> None:
+        """Note what may come next in sequences that decode; the scheduler takes of it what there is room for."""
+        running = [s for s in self.scheduler.running if not s.parked]
+        for sequence in running:
+            sequence.drafts = NO_TOKENS
+            room = sequence.limit - len(sequence.tokens) - 1  # behind the last draft a token is drawn
+            if room > 0 and may_draft(self._owners[sequence.number], sequence):
+                sequence.drafts = drafter.drafts(sequence, room, len(running))
+
+    def _draws(self, sequence: Sequence, drafts: array[int]) -> tuple[Draw, ...]:
         request = self._owners[sequence.number]
+        if drafts:
+            return tuple(draft_draws(sequence, request.rules, drafts))
         if request.beams is not None:
             return beam_draws(sequence, request.beams.search.kept)
-        mask = request.matchers[sequence.branch].begin() if request.matchers else None
+        mask = request.matchers[sequence.branch].mask() if request.matchers else None
         return draws(sequence, request.rules, mask)
 
     def _fold(self, sequence: Sequence, start: int, stop: int, row: Row, outcome: RowResult, now: float) -> None:
@@ -180,9 +201,10 @@ class Engine:
         if outcome.error is not None:
             self._fail(request, outcome.error)
             return
-        sequence.computed = stop
-        self.kv.publish(sequence, stop)
-        self.kv.slide(sequence.number, stop)
+        if row.drafts:
+            self._verify(request, sequence, row, outcome)
+            return
+        self._computed(sequence, stop)
         if outcome.scores:
             request.add_scores(start, outcome.scores)
         if stop < len(sequence.tokens):
@@ -206,6 +228,26 @@ class Engine:
         ended = False
         for branch, token, logprobs in zip(branches, outcome.tokens, outcome.logprobs, strict=True):
             ended |= self._accept(request, branch, token, logprobs)
+        if ended:
+            self._settle(request)
+
+    def _computed(self, sequence: Sequence, stop: int) -> None:
+        sequence.computed = stop
+        self.kv.publish(sequence, stop)
+        self.kv.slide(sequence.number, stop)
+
+    def _verify(self, request: Request, sequence: Sequence, row: Row, outcome: RowResult) -> None:
+        """Take the drafts that were drawn, and the token drawn after them, one by one as steps of a token would."""
+        right = agreed(row, outcome)
+        known, ended = len(sequence.tokens), False
+        for token, logprobs in zip(outcome.tokens[: right + 1], outcome.logprobs, strict=False):
+            if not ended:
+                self._computed(sequence, len(sequence.tokens))
+                ended = self._accept(request, sequence, token, logprobs)
+        right = len(sequence.tokens) - known - 1  # an end among them leaves out the rest
+        self.scheduler.verified(sequence, right)
+        self.counters.drafted_tokens += row.drafts
+        self.counters.accepted_tokens += right
         if ended:
             self._settle(request)
 
@@ -235,11 +277,11 @@ class Engine:
             text, stop = reader.push(token, count)
         if reason is None and stop is not None:
             reason, sequence.stop_reason = "stop", stop
-        elif reason is None and request.matchers and request.matchers[sequence.branch].advance(token):
-            reason = "stop"  # the guide is fulfilled, and nothing could follow
         elif reason is None and len(sequence.tokens) >= sequence.limit:
             reason = "length"
         if reason is None:
+            if request.matchers:
+                request.matchers[sequence.branch].advance(token)
             self._tell(request, sequence, (token,), text, logprobs)
             return False
         if stop is None:
@@ -299,7 +341,7 @@ class Engine:
         """A sequence ends without a word: its blocks go back at once."""
         request.dropped_preemptions += sequence.preemptions
         self.scheduler.remove(sequence)
-        del self._owners[sequence.number]
+        self._disown(sequence)
 
     # ---- endings ---------------------------------------------------------------------------------------------------
 
@@ -316,12 +358,18 @@ class Engine:
             self.scheduler.rest(sequence)
         else:
             self.scheduler.remove(sequence)
-        del self._owners[sequence.number]
+        self._disown(sequence)
         sequence.finish_reason = reason
         if reason in ("abort", "error"):
             count = len(sequence.tokens) - sequence.prompt_length
             text += request.readers[sequence.branch].flush(count)
         self._tell(request, sequence, tokens, text, logprobs)
+
+    def _disown(self, sequence: Sequence) -> None:
+        del self._owners[sequence.number]
+        sequence.drafts = NO_TOKENS
+        if self.drafter is not None:
+            self.drafter.forget(sequence.number)
 
     def _end_branches(self, request: Request, reason: str) -> None:
         for sequence in request.branches:
@@ -408,11 +456,3 @@ class Engine:
             blocks_shared=pool.size - pool.counts.count(0) - pool.counts.count(1),
             token_budget=self.budget.tokens,
         )
-
-
-def _matcher(request: Request) -> Any:
-    """Of a request's first branch; its first mask is computed while the prompt is."""
-    params = request.params
-    matcher = request.form.matcher(2**62 if params.ignore_eos else params.min_tokens)
-    matcher.begin()
-    return matcher

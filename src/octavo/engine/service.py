@@ -230,10 +230,11 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> AsyncGenerator[Delta, None]:
         """Like ``stream``, for a conversation."""
-        text = self._parts.template.render(messages, **checked_options(chat_template_kwargs))
+        text = self._parts.template.render(messages, tools=tools, **checked_options(chat_template_kwargs))
         tokens = self._parts.tokenizer.encode(text, add_special=False)
         async with aclosing(self.stream(tokens, params, **options)) as deltas:
             async for delta in deltas:

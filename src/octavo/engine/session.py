@@ -18,7 +18,7 @@ from octavo.core.request import Request, Sink
 from octavo.core.sequence import Sequence
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake
-from octavo.errors import RequestError
+from octavo.errors import EngineError, RequestError
 
 Text = str | Seq[int]
 
@@ -122,21 +122,19 @@ class SessionState:
         else:
             self.engine.scheduler.rewind(sequence, len(self.tokens))
 
-    def take_back(self, request: Request) -> None:
-        """End a request of the session, wherever it is."""
-        self.engine.abort(request)
-        self.end(request)
-
-    def score(self, text: Text, sink: Sink | None = None) -> tuple[Request, array[int]]:
-        """A request that scores ``text`` as the continuation, on blocks of its own."""
+    def score(self, texts: Seq[Text], sink: Sink | None = None) -> list[tuple[Request, array[int]]]:
+        """Requests that score each text as the continuation, on blocks of their own; with a RequestError none."""
         if not self.tokens:
             raise RequestError("text: an empty session has no continuation to score", "text")
-        ids = self.ids_of(text)
-        params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-        request = self.request(self.tokens + ids, params, sink=sink)
-        request.score_from = len(self.tokens) - 1
-        self.engine.add(request, self.sequence)
-        return request, ids
+        asked = []
+        for ids in [self.ids_of(text) for text in texts]:
+            params = SamplingParams(max_tokens=0, prompt_logprobs=0)
+            request = self.request(self.tokens + ids, params, sink=sink)
+            request.score_from = len(self.tokens) - 1
+            asked.append((request, ids))
+        for request, _ in asked:
+            self.engine.add(request, self.sequence)
+        return asked
 
     def prefill(self, sink: Sink | None = None) -> Request | None:
         """A request that computes what is not computed yet; None if there is nothing to gain."""
@@ -165,13 +163,69 @@ class SessionState:
             self.engine.reap()
 
 
+class Call:
+    """Owns: the requests that one call of a session has in flight, and the session itself meanwhile.
+
+    Promises: whenever the call is left, be it before it has begun anything, :meth:`end` ends its requests and frees the
+    session, once; nothing begins after that.  To be called between steps, like the session's state.
+    """
+
+    def __init__(self, state: SessionState) -> None:
+        self.state = state
+        self.ended = False
+        self._holds = False
+        self._answer: Request | None = None
+        self._scores: list[Request] = []
+
+    def answer(self, params: SamplingParams | None, **given: Any) -> Request:
+        """Continue the session."""
+        self._check()
+        self._answer = self.state.begin(params, **given)
+        return self._answer
+
+    def prefill(self, sink: Sink | None = None) -> Request | None:
+        """Before scores: compute what is not computed yet, so that they share it."""
+        self._check()
+        self.state.check()
+        self._holds = self.state.busy = True
+        request = self.state.prefill(sink)
+        if request is not None:
+            self._scores.append(request)
+        return request
+
+    def score(self, texts: Seq[Text], sink: Sink | None = None) -> list[tuple[Request, array[int]]]:
+        self._check()
+        asked = self.state.score(texts, sink)
+        self._scores += [request for request, _ in asked]
+        return asked
+
+    def end(self) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        for request in self._scores:
+            self.state.engine.abort(request)
+        if self._answer is not None:
+            self.state.engine.abort(self._answer)
+            self.state.end(self._answer)
+        elif self._holds:
+            self.state.busy = False
+
+    def _check(self) -> None:
+        if self.ended:
+            raise EngineError("the call was left before it began")
+
+
 def engine_orphan(engine: Engine, sequence: Sequence) -> None:
     """A session was dropped: note what it holds for the engine to take back."""
     engine.orphans.append(sequence)
     engine.orphaned()
 
 
-def scores(request: Request, ids: array[int]) -> Score:
+def scored(request: Request, ids: array[int]) -> Score:
+    """What a request of ``score`` has found.  Raises EngineError if it failed or was cut short."""
+    if request.error is not None or request.branches[0].finish_reason != "length":
+        raise EngineError(f"request {request.id}: {request.error or 'ended before its text was scored'}")
     return Score(list(ids), [s.logprob for s in request.scores[-len(ids) :]])
 
 
@@ -224,11 +278,12 @@ class Session:
 
         self._state.check()
         with self._lock:
-            request = self._state.begin(params, **given)
+            call = Call(self._state)
             try:
+                request = call.answer(params, **given)
                 self._run([request])
             finally:
-                self._state.end(request)
+                call.end()
         return request_output(request)
 
     def fork(self, n: int = 1) -> list[Session]:
@@ -251,17 +306,16 @@ class Session:
         state.check()
         items = as_texts(texts)
         with self._lock:
-            state.check()
-            state.busy = True
+            call = Call(state)
             try:
-                first = state.prefill()
+                first = call.prefill()
                 if first is not None:
                     self._run([first])
-                asked = [state.score(text) for text in items]
+                asked = call.score(items)
                 self._run([request for request, _ in asked])
             finally:
-                state.busy = False
-        return [scores(request, ids) for request, ids in asked]
+                call.end()
+        return [scored(request, ids) for request, ids in asked]
 
     def close(self) -> None:
         """Give back every block."""

@@ -14,6 +14,8 @@ class Counters:
     computed_tokens: int = 0  # tokens that went through the model, recomputed ones included
     generated_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    drafted_tokens: int = 0  # computed as drafts
+    accepted_tokens: int = 0  # of these, the ones that were right
     finished: int = 0
     aborted: int = 0
     failed: int = 0
@@ -74,10 +76,11 @@ class Stats:
 
     def __str__(self) -> str:
         c = self.counters
+        drafts = f", {c.accepted_tokens} of {c.drafted_tokens} drafts right" if c.drafted_tokens else ""
         return (
             f"{c.finished} requests finished, {c.generated_tokens} tokens generated in {c.steps} steps "
             f"({self.mean_running:.1f} sequences a step); blocks {self.blocks_used} used, {self.blocks_cached} cached, "
             f"{self.blocks_free} free of {self.blocks} (peak {self.blocks_peak}), waste {100 * self.waste:.1f} %; "
             f"{c.cached_tokens} of {c.prompt_tokens} prompt tokens from cache, {c.preemptions} preemptions "
-            f"({c.swaps} swapped), {c.copies} blocks copied, {100 * self.saving:.1f} % saved by sharing"
+            f"({c.swaps} swapped), {c.copies} blocks copied, {100 * self.saving:.1f} % saved by sharing{drafts}"
         )

@@ -107,6 +107,10 @@ class LocalExecutor:
     def _compute(self, rows: Sequence[Row]) -> tuple[RowResult, ...]:
         if not rows:
             return ()
+        for row in rows:
+            for draw in row.draws:
+                if draw.mask is not None:
+                    draw.mask.begin()
         logits = self.program.run(inputs.batch(rows, len(self.layout.groups)), self.blocks)
         return sampler.results(self.backend, rows, logits, self.banned)
 

@@ -16,7 +16,8 @@ def as_int32(items: array[int]) -> np.ndarray:
 
 
 def batch(rows: Sequence[Row], groups: int) -> Batch:
-    """Concatenates rows; wants logits for scored tokens and for the last token of rows that draw."""
+    """Concatenates rows; wants logits for scored tokens, and for the last token of rows that draw or for all that the
+    draws of a row with drafts are from."""
     tokens: array[int] = array("i")
     starts: array[int] = array("i", [0])
     logits_at: array[int] = array("i")
@@ -27,7 +28,7 @@ def batch(rows: Sequence[Row], groups: int) -> Batch:
         if row.targets:
             logits_at.extend(range(first, first + len(row.targets)))
         if row.draws and len(row.targets) < len(row.tokens):
-            logits_at.append(len(tokens) - 1)
+            logits_at.extend(range(len(tokens) - 1 - row.drafts, len(tokens)))
     ends = as_int32(starts)
     lengths = np.diff(ends)
     offset = np.fromiter((row.start for row in rows), np.int32, len(rows)) - ends[:-1]

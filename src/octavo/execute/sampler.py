@@ -85,8 +85,8 @@ def results(backend: Backend, rows: Sequence[Row], logits: np.ndarray, banned: n
             at += len(row.targets)
         if row.draws:
             if len(row.targets) < len(row.tokens):
-                at += 1
-            draws += [(at - 1, draw) for draw in row.draws]
+                at += 1 + row.drafts
+            draws += [(at - 1 - row.drafts + i if row.drafts else at - 1, draw) for i, draw in enumerate(row.draws)]
     scores: dict[int, tuple[TokenLogprobs, ...] | None] = {r: _score(backend, rows[r], logits, a) for r, a in scored}
     sampled = None
     if draws:
@@ -124,9 +124,12 @@ def _row_result(
         return RowResult(scores=scores)
     tokens = tuple(sampled.token[first:stop].tolist())
     if min(tokens) < 0:
-        return RowResult(error=NOT_A_NUMBER)
+        # A draft that is wrong may lead anywhere: only what follows right ones counts.
+        tokens = tokens[: next(i for i, token in enumerate(tokens) if token < 0)] if row.drafts else ()
+        if not tokens:
+            return RowResult(error=NOT_A_NUMBER)
     logprobs = tuple(
         _entry(sampled, first + j, tokens[j], draw.logprobs) if draw.logprobs >= 0 else None
-        for j, draw in enumerate(row.draws)
+        for j, draw in enumerate(row.draws[: len(tokens)])
     )
     return RowResult(tokens, logprobs, scores)

@@ -72,6 +72,8 @@ class Ops(Protocol):
 
         ``qkv`` is [M, (heads + 2 kv_heads) * head_dim].  Keys get the same norm and rotation and are written, with
         the values, as ``layer``'s K and V at each token's slot, rounded to the KV dtype (round to nearest even).
+        For int8 the largest magnitude of each head's values, and of every 32 dimensions of its keys, over 127 is
+        rounded to bfloat16 and is then the unit; one that is not finite makes the unit NaN.
         """
 
     def attend(self, q: Value, layer: int, scale: float, window: int | None, softcap: float = 0.0) -> Value:
@@ -166,8 +168,13 @@ class Backend(Protocol):
     def build(self) -> str:
         """A hash of what computes: two backends of one build and name give the same bytes."""
 
-    def matrix(self, type: str, data: np.ndarray, rows: int, cols: int) -> Weight:
-        """Packs a (rows, cols) weight of a GGUF/safetensors type (see loading.tensor.TYPES) from its raw bytes."""
+    def matrix(
+        self, type: str, data: np.ndarray, rows: int, cols: int, read: Callable[[int], None] | None = None
+    ) -> Weight:
+        """Packs a (rows, cols) weight of a GGUF/safetensors type (see loading.tensor.TYPES) from its raw bytes.
+
+        ``read`` may be told now and then how many of the bytes, from the first on, are needed no more.
+        """
 
     def vector(self, data: np.ndarray) -> Vector:
         """Packs a 1-D float32 array."""

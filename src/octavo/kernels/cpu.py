@@ -52,9 +52,9 @@ class CpuBackend:
         """A hash of the kernels' code."""
         return hashlib.blake2b(Path(self.kernels.__file__).read_bytes(), digest_size=16).hexdigest()
 
-    def matrix(self, type: str, data: Array, rows: int, cols: int) -> Any:
+    def matrix(self, type: str, data: Array, rows: int, cols: int, read: Callable[[int], None] | None = None) -> Any:
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
-        return self.native.pack(type, raw, rows, cols)
+        return self.native.pack(type, raw, rows, cols, read)
 
     def vector(self, data: Array) -> Array:
         packed = np.array(data, dtype=np.float32, order="C")

@@ -11,14 +11,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from octavo.core.layout import KVLayout
+from octavo.core.layout import KEY_GROUP, KVLayout
 from octavo.kernels import reference_sample
 from octavo.kernels.backend import Batch, Ops, SampleBatch, Sampled
 from octavo.kernels.dequant import bfloat16_to_float32, dequantize, float32_to_bfloat16
 
 Array = np.ndarray
 
-STORAGE: dict[str, np.dtype] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2"), "bfloat16": np.dtype("<u2")}
+STORAGE: dict[str, np.dtype] = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "bfloat16": np.dtype("<u2"),
+    "int8": np.dtype("i1"),
+}
 
 
 class ReferenceBackend:
@@ -38,7 +43,7 @@ class ReferenceBackend:
         self.dtype = np.dtype(dtype)
         self.build = f"numpy-{np.__version__}-{dtype}"
 
-    def matrix(self, type: str, data: Array, rows: int, cols: int) -> Array:
+    def matrix(self, type: str, data: Array, rows: int, cols: int, read: Callable[[int], None] | None = None) -> Array:
         return dequantize(type, data, rows, cols).astype(self.dtype)
 
     def vector(self, data: Array) -> Array:
@@ -86,9 +91,12 @@ class ReferenceOps:
 
     def __init__(self, layout: KVLayout, heads: int, dtype: np.dtype, batch: Batch, blocks: Array) -> None:
         self.layout, self.heads, self.dtype, self.batch = layout, heads, dtype, batch
-        planes = blocks.view(STORAGE[layout.dtype])
-        # [pool, layer in block, K or V, items]: a view, so that writes reach the blocks
-        self.planes = planes.reshape(len(blocks), layout.layers_per_block, 2, layout.plane_items)
+        # Views, so that writes reach the blocks: [pool, layer in block, K or V, items] and, of int8,
+        # [pool, layer in block, kv_heads, scale, slot]
+        layers = blocks.reshape(len(blocks), layout.layers_per_block, layout.layer_bytes)
+        planes, scales = np.split(layers, [2 * layout.plane_bytes], axis=2)
+        self.planes = planes.view(STORAGE[layout.dtype]).reshape(*layers.shape[:2], 2, layout.plane_items)
+        self.scales = scales.view("<u2").reshape(*layers.shape[:2], layout.kv_heads, -1, layout.block_size)
         self.result = np.zeros((0, 0), dtype=np.float32)
 
     def embed(self, table: Array, scale: float = 1.0) -> Array:
@@ -132,8 +140,14 @@ class ReferenceOps:
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         keys, values = self._planes_of(layer)
         at, slot = self._places_of_tokens(layer)
-        keys[at, :, :, slot] = self._store(k)
-        values[at, :, slot, :] = self._store(v)
+        if lay.dtype == "int8":
+            scales = self.scales[:, lay.places[layer][1]]
+            k, scales[at, :, :-1, slot] = quantise(k, KEY_GROUP)
+            v, scales[at, :, -1:, slot] = quantise(v, lay.head_dim)
+        else:
+            k, v = self._store(k), self._store(v)
+        keys[at, :, :, slot, :] = k.reshape(len(qkv), lay.kv_heads, -1, keys.shape[-1])
+        values[at, :, slot, :] = v
         return q.reshape(len(qkv), -1)
 
     def attend(self, q: Array, layer: int, scale: float, window: int | None, softcap: float = 0.0) -> Array:
@@ -182,9 +196,14 @@ class ReferenceOps:
         return np.cos(angle) * factor, np.sin(angle) * factor
 
     def _planes_of(self, layer: int) -> tuple[Array, Array]:
-        """Views of a layer's K [pool, kv_heads, head_dim, block_size] and V [pool, kv_heads, block_size, head_dim]."""
+        """Views of a layer's K and V.
+
+        K [pool, kv_heads, head_dim/n, block_size, n], where n dimensions lie together: 2 in int8, else 1;
+        V [pool, kv_heads, block_size, head_dim].
+        """
         lay, (_, i) = self.layout, self.layout.places[layer]
-        keys = self.planes[:, i, 0].reshape(-1, lay.kv_heads, lay.head_dim, lay.block_size)
+        together = 2 if lay.dtype == "int8" else 1
+        keys = self.planes[:, i, 0].reshape(-1, lay.kv_heads, lay.head_dim // together, lay.block_size, together)
         values = self.planes[:, i, 1].reshape(-1, lay.kv_heads, lay.block_size, lay.head_dim)
         return keys, values
 
@@ -207,9 +226,15 @@ class ReferenceOps:
         first = start // size
         ids = self._table(layer, row)[first : (stop - 1) // size + 1]
         inside = slice(start - first * size, stop - first * size)
-        k = keys[ids].transpose(1, 0, 3, 2).reshape(self.layout.kv_heads, -1, self.layout.head_dim)[:, inside]
-        v = values[ids].transpose(1, 0, 2, 3).reshape(self.layout.kv_heads, -1, self.layout.head_dim)[:, inside]
-        return self._load(k), self._load(v)
+        shape = self.layout.kv_heads, -1, self.layout.head_dim
+        k = self._load(keys[ids].transpose(1, 0, 3, 2, 4).reshape(shape)[:, inside])
+        v = self._load(values[ids].transpose(1, 0, 2, 3).reshape(shape)[:, inside])
+        if self.layout.dtype == "int8":
+            scales = self.scales[:, self.layout.places[layer][1]][ids].transpose(1, 0, 3, 2)
+            scales = bfloat16_to_float32(scales.reshape(self.layout.kv_heads, len(ids) * size, -1)[:, inside])
+            k *= np.repeat(scales[..., :-1], KEY_GROUP, axis=-1)[..., : self.layout.head_dim]
+            v *= scales[..., -1:]
+        return k, v
 
     def _store(self, x: Array) -> Array:
         """Rounded to the cache's type, ties to even."""
@@ -219,6 +244,25 @@ class ReferenceOps:
     def _load(self, stored: Array) -> Array:
         values = bfloat16_to_float32(stored) if self.layout.dtype == "bfloat16" else stored
         return values.astype(self.dtype)
+
+
+def quantise(x: Array, group: int) -> tuple[Array, Array]:
+    """int8 [..., n] and its scales, bfloat16 [..., groups of the last axis]: largest / 127, rounded, then divided by.
+
+    Ties go to even.  A value that is not finite makes its group's scale NaN.
+    """
+    quants: Array = np.zeros(x.shape, np.int8)
+    scales: Array = np.empty((*x.shape[:-1], -(-x.shape[-1] // group)), np.uint16)
+    for g in range(scales.shape[-1]):
+        inside = slice(g * group, (g + 1) * group)
+        part = x[..., inside].astype(np.float32)
+        largest = np.max(np.abs(part), axis=-1)
+        largest = np.where(np.isfinite(part).all(axis=-1), largest / np.float32(127), np.float32("nan"))
+        scales[..., g] = float32_to_bfloat16(largest)
+        step = bfloat16_to_float32(scales[..., g])[..., None]
+        steps = np.rint(np.divide(part, step, out=np.zeros_like(part), where=step > 0))
+        quants[..., inside] = np.clip(steps, -127, 127)
+    return quants, scales
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:

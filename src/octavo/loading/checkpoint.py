@@ -31,6 +31,8 @@ GENERATION = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
+Place = tuple[GGUFFile | SafetensorsFile, Entry]
+
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "GEMMA_TERMS.html", "USE_POLICY.md")
 
 
@@ -41,9 +43,19 @@ class Weights(Mapping[str, Tensor]):
     for norms and biases, which come as float32, and for rows that are brought into another order (a copy).
     """
 
-    def __init__(self, makers: dict[str, Callable[[], Tensor]], nbytes: int) -> None:
+    def __init__(self, makers: dict[str, Callable[[], Tensor]], places: dict[str, Place], nbytes: int) -> None:
         self._makers = makers
+        self._places = places
         self.nbytes = nbytes
+
+    def release(self, name: str | None = None, nbytes: int | None = None) -> None:
+        """The tensor, or its first ``nbytes``, or all that is in the files need not stay in memory: it is packed."""
+        if name is not None:
+            file, entry = self._places[name]
+            file.release(entry if nbytes is None else replace(entry, nbytes=min(nbytes, entry.nbytes)))
+            return
+        for file, _ in self._places.values():
+            file.release()
 
     def __getitem__(self, name: str) -> Tensor:
         return self._makers[name]()
@@ -167,9 +179,6 @@ def open_folder(folder: Path, context: int | None = None) -> Checkpoint:
     )
 
 
-Place = tuple[GGUFFile | SafetensorsFile, Entry]
-
-
 def _collect(
     source: str,
     found: dict[Needed, str],
@@ -180,6 +189,7 @@ def _collect(
 ) -> Weights:
     """Checks every needed tensor's presence, type and shape, and names what is left over."""
     makers: dict[str, Callable[[], Tensor]] = {}
+    places: dict[str, Place] = {}
     nbytes = 0
     for need, name in found.items():
         if name not in where:
@@ -193,12 +203,13 @@ def _collect(
         if entry.shape != need.shape:
             raise ModelError(f"{file.path}: tensor {name} has shape {entry.shape}, but {need.shape} is needed")
         makers[need.name] = _maker(file, entry, need, permuted, less_one)
+        places[need.name] = file, entry
         nbytes += entry.nbytes
     extra = sorted(where.keys() - set(found.values()))
     extra = [e for e in extra if not any(s in e for s in silent)]
     if extra:
         log.info("%s: %d tensors are not used: %s", source, len(extra), ", ".join(extra[:8]))
-    return Weights(makers, nbytes)
+    return Weights(makers, places, nbytes)
 
 
 def _maker(

@@ -6,7 +6,6 @@ costs an error, not memory or time.  Long arrays (a vocabulary) are stepped over
 
 from __future__ import annotations
 
-import mmap
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from octavo.errors import ModelError
+from octavo.loading.mapped import MappedFile
 from octavo.loading.tensor import TYPES
 
 MAX_KEYS = 1 << 16
@@ -83,7 +83,8 @@ class GGUFFile(Mapping[str, Any]):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.data = map_file(path)
+        self._mapped = MappedFile(path)
+        self.data = self._mapped.data
         self._buffer = memoryview(self.data.data)
         self._size = len(self._buffer)
         self._values: dict[str, Any] = {}
@@ -111,7 +112,11 @@ class GGUFFile(Mapping[str, Any]):
 
     def bytes_of(self, entry: Entry) -> np.ndarray:
         """A view of the tensor's raw bytes, uint8."""
-        return self.data[entry.start : entry.start + entry.nbytes]
+        return self._mapped.view(entry.start, entry.nbytes)
+
+    def release(self, entry: Entry | None = None) -> None:
+        """The entry's bytes (all of the file's without one) need not stay in memory."""
+        self._mapped.release(*((entry.start, entry.nbytes) if entry else ()))
 
     # -- header ----------------------------------------------------------------------------------------------------
 
@@ -292,19 +297,6 @@ def product(shape: tuple[int, ...]) -> int:
     for d in shape:
         n *= d
     return n
-
-
-def map_file(path: Path) -> np.ndarray:
-    """A read-only memory map, uint8; the mapping lives as long as a view of it does."""
-    try:
-        with open(path, "rb") as file:
-            if file.seek(0, 2) == 0:
-                raise ModelError(f"{path} is empty")
-            return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
-    except FileNotFoundError:
-        raise ModelError(f"{path} doesn't exist") from None
-    except (OSError, ValueError) as e:
-        raise ModelError(f"{path} can't be read: {e}") from None
 
 
 SPLIT_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from octavo.errors import ModelError
-from octavo.loading.gguf import Entry, map_file, product
+from octavo.loading.gguf import Entry, product
+from octavo.loading.mapped import MappedFile
 from octavo.loading.tensor import TYPES
 
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
@@ -29,7 +30,8 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.data = map_file(path)
+        self._mapped = MappedFile(path)
+        self.data = self._mapped.data
         self.tensors: dict[str, Entry] = {}
         size = len(self.data)
         length = int.from_bytes(self.data[:8].tobytes(), "little")
@@ -47,7 +49,11 @@ class SafetensorsFile:
 
     def bytes_of(self, entry: Entry) -> np.ndarray:
         """A view of the tensor's raw bytes, uint8."""
-        return self.data[entry.start : entry.start + entry.nbytes]
+        return self._mapped.view(entry.start, entry.nbytes)
+
+    def release(self, entry: Entry | None = None) -> None:
+        """The entry's bytes (all of the file's without one) need not stay in memory."""
+        self._mapped.release(*((entry.start, entry.nbytes) if entry else ()))
 
     def _entry(self, name: str, info: Any, base: int, size: int) -> Entry:
         what = f"tensor {name:.80}"

@@ -10,8 +10,9 @@ tensors are the canonical ones::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,15 @@ from octavo.models.spec import ModelSpec
 Progress = Callable[[int, int], None]  # bytes of weights packed so far, bytes in all
 
 
+class Tensors(Protocol):
+    """Weights by their canonical names."""
+
+    def get(self, name: str, /) -> Tensor | None: ...
+
+    def release(self, name: str, nbytes: int | None = None, /) -> None:
+        """The tensor's first so many bytes (all without a number) have been packed."""
+
+
 class Checkpoint(Protocol):
     """What the decoder needs of a loaded model file."""
 
@@ -32,7 +42,7 @@ class Checkpoint(Protocol):
     def spec(self) -> ModelSpec: ...
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]: ...
+    def tensors(self) -> Tensors: ...
 
     @property
     def nbytes(self) -> int: ...
@@ -160,7 +170,9 @@ class _Packer:
 
     def matrix(self, name: str, rows: int, cols: int) -> Weight:
         tensor = self._find(name, (rows, cols))
-        packed = self.backend.matrix(tensor.type, tensor.data, rows, cols)
+        # What is packed leaves memory at once: else the file would lie there beside its packed copy.
+        packed = self.backend.matrix(tensor.type, tensor.data, rows, cols, partial(self.tensors.release, name))
+        self.tensors.release(name)
         self._count(tensor)
         return packed
 

@@ -31,6 +31,7 @@ def audit(kv: KV) -> None:
     order = pool.free_order()
     _check(len(order) == pool.free == counts.count(0), f"free list has {len(order)}, free counter {pool.free}")
     _check(all(counts[b] == 0 for b in order) and len(set(order)) == len(order), "the free list holds a held block")
+    _check(list(map(bool, pool.named)) == [c is not None for c in pool.content], "content and its marks differ")
     named = [pool.content[b] is not None for b in order]
     _check(named == sorted(named), "a cached block is ahead of an empty one in the free list")
     _check(sum(named) == pool.cached, f"{sum(named)} free blocks have content, counter says {pool.cached}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from octavo.core.plan import DISK, HOST, Move, Place
 from octavo.core.sequence import Sequence
 from octavo.paging.disk import Arrival, DiskTier, Flight, file_name, label_of
@@ -23,28 +25,36 @@ def frontier(kv: KV, sequence: Sequence, match: Match | None) -> tuple[Node | No
     return holding.node, holding.published
 
 
-def fetchable(kv: KV, sequence: Sequence, match: Match | None) -> int:
-    """How many blocks beyond a hit lie on disk, up to what a flight takes; -1 if the next one is on its way already."""
+def fetchable(kv: KV, sequence: Sequence, match: Match | None, room: int, coming: Mapping[bytes, bool]) -> int:
+    """How many blocks beyond a hit lie on disk, up to what a flight takes and the host tier has ``room`` for.
+
+    -1 if the next one is on its way already, or is among those ``coming`` by key that this step asks for.
+    """
     disk = kv.disk
     if disk is None or kv.host is None or sequence.scoring or (match is not None and match.saved is not None):
         return 0
     _, depth = frontier(kv, sequence, match)
     if match is None and sequence.computed % kv.block_size:
         return 0
-    most = (len(sequence.tokens) - 1) // kv.block_size
-    room = kv.host.pool.free // kv.groups
+    most = min((len(sequence.tokens) - 1) // kv.block_size, depth + MOST)
     found = 0
-    while depth + found < most and found < min(MOST, room):
+    while depth + found < most:
         key = kv.keys(sequence, depth + found + 1)[depth + found + 1]
         names = [file_name(key, g) for g in range(kv.groups)]
-        if any(name in disk.flying for name in names):
+        if key in coming or any(name in disk.flying for name in names):
             return found or -1
         if depth < disk.asked.get(sequence.number, 0):
             return 0  # asked for before and lost again: better computed than asked for without end
-        if not all(name in disk.slots for name in names):
+        if found >= room or not all(name in disk.slots for name in names):
             break
         found += 1
     return found
+
+
+def fetched_keys(kv: KV, sequence: Sequence, match: Match | None, blocks: int) -> list[bytes]:
+    """Keys of the next ``blocks`` blocks of the sequence's chain beyond a hit."""
+    _, depth = frontier(kv, sequence, match)
+    return kv.keys(sequence, depth + blocks)[depth + 1 : depth + blocks + 1]
 
 
 def fetch(kv: KV, sequence: Sequence, match: Match | None, blocks: int) -> list[Move]:

@@ -440,6 +440,16 @@ class KV:
             table.ids[b] = HOLE
         table.head = max(table.head, first)
 
+    def trim(self, number: int, to: int) -> None:
+        """Give back the blocks behind position ``to``, which hold drafts only: not a sequence's tokens, unpublished."""
+        tables = self.holdings[number].tables
+        for b in range(len(tables[0]) - 1, -(-to // self.block_size) - 1, -1):
+            for table in tables:
+                if b >= table.head:
+                    self.pool.drop(table.ids[b])
+                del table.ids[b]
+                table.head = min(table.head, b)
+
     def rewind(self, sequence: Sequence, to: int) -> bool:
         """Forget the blocks behind position ``to``, whose tokens may become others.
 
@@ -450,12 +460,7 @@ class KV:
         for window, table in zip(self.windows, holding.tables, strict=True):
             if min(table.head, blocks) > self._first_needed(window, to):
                 return False
-        for b in range(len(holding.tables[0]) - 1, blocks - 1, -1):
-            for table in holding.tables:
-                if b >= table.head:
-                    self.pool.drop(table.ids[b])
-                del table.ids[b]
-                table.head = min(table.head, b)
+        self.trim(sequence.number, to)
         full = to // self.block_size
         if holding.published > full:
             node = holding.node

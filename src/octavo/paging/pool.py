@@ -21,6 +21,7 @@ class BlockPool:
         self.size = size
         self.counts: array[int] = array("i", bytes(4 * size))
         self.content: list[Any] = [None] * size
+        self.named = bytearray(size)  # 1 where there is content: to be copied whole by who draws the pool
         self._forgotten = forgotten
         # Doubly linked list of free blocks through one sentinel, at index `size`:
         #   sentinel -> next to be taken ... last to be taken -> sentinel
@@ -57,6 +58,7 @@ class BlockPool:
         if self.content[block] is not None or self.counts[block] == 0:
             raise RuntimeError(f"block {block} cannot be named: it is free, or has a content already")
         self.content[block] = content
+        self.named[block] = 1
 
     def forget(self, block: int) -> None:
         content = self.content[block]
@@ -66,6 +68,7 @@ class BlockPool:
         if free:
             self._unlink(block)  # counts it out of the cached ones, so before the content goes
         self.content[block] = None
+        self.named[block] = 0
         if free:
             self._link(block, last=False)
         self._forgotten(block, content)

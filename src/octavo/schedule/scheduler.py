@@ -6,6 +6,7 @@ reads its prompt or comes back after preemption.
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,12 +14,12 @@ from dataclasses import dataclass, field
 from octavo.core.plan import NO_TOKENS, Draw, Plan, Row
 from octavo.core.sequence import Sequence, State
 from octavo.paging.draft import Draft
-from octavo.paging.fetch import fetch, fetchable
+from octavo.paging.fetch import fetch, fetchable, fetched_keys
 from octavo.paging.kv import KV, Match
 from octavo.paging.miss import explain
 from octavo.schedule.policies import Policy, Rank
 
-Draws = Callable[[Sequence], tuple[Draw, ...]]
+Draws = Callable[[Sequence, "array[int]"], tuple[Draw, ...]]  # of a sequence's end, and of drafts behind it
 
 
 @dataclass(slots=True)
@@ -28,7 +29,7 @@ class Decision:
     victims: list[Sequence] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     attached: list[tuple[Sequence, Match]] = field(default_factory=list)
-    rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # sequence, first position, end position
+    rows: list[tuple[Sequence, int, int]] = field(default_factory=list)  # sequence, first position, end with drafts
     fetches: list[tuple[Sequence, Match | None, int]] = field(default_factory=list)  # blocks to bring from disk
     deferred: int = 0  # sequences that wait for a block which another row computes in this step
 
@@ -118,10 +119,12 @@ class Scheduler:
     # ---- committing ------------------------------------------------------------------------------------------------
 
     def commit(self, decision: Decision, step: int, draws: Draws) -> Plan:
-        """Releases, then attaches, then extends, each in the order of the decision; the draft has counted it all."""
+        """Fetches, releases, attaches, extends, each in the order of the decision; the draft has counted it all."""
         kv = self.kv
         for _, match in decision.attached:  # first: a victim's blocks that go to the host tier push others out of it
             kv.pin(match)
+        for sequence, found, blocks in decision.fetches:  # before victims save in the host tier what finds room there
+            kv.request(fetch(kv, sequence, found, blocks))
         for victim in decision.victims:
             self.preempt(victim)
         restored = {s.number: True for s, match in decision.attached if match.saved is not None}
@@ -139,8 +142,6 @@ class Scheduler:
             if not sequence.preemptions:  # blocks that it computed itself before are no hits
                 sequence.cached += match.length - match.start
             sequence.computed = match.length
-        for sequence, found, blocks in decision.fetches:
-            kv.request(fetch(kv, sequence, found, blocks))
         rows = []
         for sequence, start, stop in decision.rows:
             kv.extend(sequence, start, stop)
@@ -150,9 +151,15 @@ class Scheduler:
                 sequence.miss = explain(kv, sequence, start)
             sequence.served = step
             row = self._row(sequence, start, stop, draws)
-            self.policy.served(sequence, stop - start, len(row.draws))
+            self.policy.served(sequence, stop - start - row.drafts, len(row.draws) - row.drafts)
             rows.append(row)
         return Plan(step, kv.drain(), tuple(rows))
+
+    def verified(self, sequence: Sequence, right: int) -> None:
+        """A step is over that let a sequence verify drafts: ``right`` of them are its tokens now."""
+        self.policy.served(sequence, right, right)
+        if sequence.state is State.RUNNING:
+            self.kv.trim(sequence.number, sequence.computed)
 
     def preempt(self, victim: Sequence) -> None:
         """Take a running sequence's blocks; it waits for its turn by rank."""
@@ -170,7 +177,8 @@ class Scheduler:
 
     def _row(self, sequence: Sequence, start: int, stop: int, draws: Draws) -> Row:
         tokens = sequence.tokens
-        last = stop == len(tokens)
+        drafts = sequence.drafts[: max(0, stop - len(tokens))]
+        last = stop >= len(tokens)
         targets, score = NO_TOKENS, -1
         if sequence.scoring:
             targets = tokens[start + 1 : min(stop + 1, sequence.prompt_length)]
@@ -178,11 +186,12 @@ class Scheduler:
         return Row(
             sequence.number,
             start,
-            tokens[start:stop],
+            tokens[start:stop] + drafts,
             self.kv.tables(sequence.number),
-            draws(sequence) if last else (),
+            draws(sequence, drafts) if last else (),
             targets,
             score,
+            len(drafts),
         )
 
 
@@ -203,6 +212,7 @@ class _Round:
         self.active = sum(not s.parked for s in self.running)  # before `end`, those that compute
         self.left = budget
         self.computing: dict[bytes, bool] = {}  # keys of the blocks that this step's rows compute
+        self.coming: dict[bytes, bool] = {}  # keys of the blocks that this step asks the disk for
         self.awaiting = 0  # deferred ones that will want to run when the blocks are there
         self.promised = 0  # blocks that admitted prompts will still need
         self.decoding = sum(s.decoding for s in self.running)  # decodes at or after the cursor
@@ -238,6 +248,7 @@ class _Round:
             if sequence.decoding:
                 self.decoding -= 1
             self._continue(sequence)
+        self._take_drafts()
         return self.decision
 
     # ---- running sequences -----------------------------------------------------------------------------------------
@@ -251,7 +262,7 @@ class _Round:
             if match is not None and self.draft.attach_cost(sequence, match) > self.draft.free:
                 match = None
             start = match.length if match else start
-            if self._on_disk(sequence, match):
+            if self._on_disk(sequence, match) or (match is not None and not self.draft.pinnable(match)):
                 return
             if self._computed_elsewhere(sequence, start):
                 self.decision.deferred += 1
@@ -268,6 +279,16 @@ class _Round:
             stop = self._fitting(sequence, start, limit, attached)
         if stop > start:
             self._serve(sequence, start, stop, attached)
+
+    def _take_drafts(self) -> None:
+        """Decodes verify drafts with the tokens and blocks that nobody else has asked for in this step."""
+        if self.decision.victims:
+            return
+        for i, (sequence, start, stop) in enumerate(self.decision.rows):
+            if sequence.drafts and sequence.decoding and self.left > 0:
+                end = self.draft.lengthen(stop, stop + min(len(sequence.drafts), self.left))
+                self.left -= end - stop
+                self.decision.rows[i] = sequence, start, end
 
     def _room(self) -> bool:
         """Whether budget is left; the first row of a step always has it."""
@@ -347,9 +368,13 @@ class _Round:
 
     def _on_disk(self, sequence: Sequence, match: Match | None) -> bool:
         """Whether what follows a hit is on disk or on its way from there; then the sequence waits for it."""
-        blocks = fetchable(self.kv, sequence, match)
+        room = self.draft.host_free // self.kv.groups
+        blocks = fetchable(self.kv, sequence, match, room, self.coming)
         if blocks > 0:
             self.decision.fetches.append((sequence, match, blocks))
+            self.draft.fetch(blocks)
+            for key in fetched_keys(self.kv, sequence, match, blocks):
+                self.coming[key] = True
         return blocks != 0
 
     def _note_computing(self, sequence: Sequence, start: int, stop: int) -> None:
@@ -369,8 +394,7 @@ class _Round:
         victims = self.decision.victims
         if victims and self.rank(victims[-1]) < self.rank(sequence):
             return False  # nobody takes the place of one that has just lost it
-        running = self.active + len(self.decision.admitted) + self.awaiting
-        if running >= self.scheduler.max_running and not self._outranks_victim(sequence):
+        if self._full(self.awaiting) and not self._outranks_running(sequence):
             return False
         if not self._room() or (self.decision.rows and self.left <= self.decoding):
             return False
@@ -379,14 +403,15 @@ class _Round:
         if self._on_disk(sequence, match):
             self.awaiting += 1
             return True
+        if match is not None and not self.draft.pinnable(match):
+            return False  # a fetch of this step takes its place in the host tier
         if self._computed_elsewhere(sequence, start):
             self.decision.deferred += 1
             self.awaiting += 1
             return True
-        while not self._admissible(sequence, match) or self.active + len(self.decision.admitted) >= (
-            self.scheduler.max_running
-        ):
-            if not (self._outranks_victim(sequence) and self._take_victim()):
+        while (full := self._full()) or not self._admissible(sequence, match):
+            outranks = self._outranks_running if full else self._outranks_victim
+            if not (outranks(sequence) and self._take_victim()):
                 return False
         attached = 0
         if match is not None:
@@ -401,14 +426,27 @@ class _Round:
         self._serve(sequence, start, stop, attached)
         return True
 
+    def _full(self, awaiting: int = 0) -> bool:
+        """Whether as many sequences compute as may."""
+        return self.active + len(self.decision.admitted) + awaiting >= self.scheduler.max_running
+
+    def _outranks_running(self, sequence: Sequence) -> bool:
+        """Whether the sequence may take the place of the worst one that computes; parked ones have none to give."""
+        behind = self.running[self.next : self.end]
+        worst = next((s for s in reversed(behind) if not s.parked), None)
+        return worst is not None and self._outranks(sequence, worst)
+
     def _outranks_victim(self, sequence: Sequence) -> bool:
         """Whether the sequence may push out the worst running one behind the cursor."""
         if self.end <= self.next:
             return self._parked_ahead() is not None
+        return self._outranks(sequence, self.running[self.end - 1])
+
+    def _outranks(self, sequence: Sequence, victim: Sequence) -> bool:
         if not self.decision.rows and all(s.parked for s in self.running[: self.next]):
             return True  # the best-ranked of all that have something to compute
         level = self.scheduler.policy.level
-        return level(sequence) < level(self.running[self.end - 1])
+        return level(sequence) < level(victim)
 
     def _admissible(self, sequence: Sequence, match: Match | None) -> bool:
         """Whether all its known tokens fit beside a spare block for each that runs; alone, whether a token fits."""

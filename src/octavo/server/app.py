@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import octavo
 from octavo.engine.service import AsyncLLM
-from octavo.server import chat, completions, errors, health, metrics, models, sessions
+from octavo.server import chat, completions, errors, health, kvmap, metrics, models, sessions
 from octavo.server.gate import Gate
 from octavo.server.security import Guard
 from octavo.server.settings import ServerSettings
@@ -27,6 +27,10 @@ def create_app(
     errors.install(app)
     for routes in (completions, chat, models, sessions, health, metrics):
         app.include_router(routes.router)
+    if settings.map != "off":
+        state.recorder = kvmap.record(llm)
+        mode = settings.map or "text"  # texts are told only to who has a key, or is on this machine
+        app.include_router(kvmap.router(llm, state.recorder, mode, model=state.model, keyed=bool(keys)))
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

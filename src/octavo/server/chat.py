@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from functools import partial
-from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -17,7 +16,7 @@ from octavo.server.logprobs import ChatLogprobs, TokenNames
 from octavo.server.messages import checked_choice, checked_tools, rendered
 from octavo.server.routing import begun, fresh_id, json_answer, left, state_of, user_of
 from octavo.server.schema import ChatBody
-from octavo.server.sse import EventStream, dumps, event
+from octavo.server.sse import MARK, EventStream, around, event, text_event
 from octavo.server.state import State
 
 router = APIRouter()
@@ -98,14 +97,14 @@ class ChatForm:
     # ---- chunks ----------------------------------------------------------------------------------------------------
 
     def chunk(self, piece: Piece) -> bytes:
-        around = self._begun.get(piece.choice)
-        if around is None:
+        frame = self._begun.get(piece.choice)
+        if frame is None:
             return self._first(piece) + self.chunk(piece._replace(prompt_logprobs=None))
         if piece.finish_reason is None and piece.logprobs is None and not piece.reasoning and not piece.calls:
             if not self._asked.token_ids:
                 if not piece.text:  # a token whose character is not whole yet, or that is held back
                     return b""
-                return around[0] + encode_basestring_ascii(piece.text).encode() + around[1]
+                return text_event(frame, piece.text)
         delta: dict[str, Any] = {}
         if piece.reasoning:
             delta["reasoning_content"] = piece.reasoning
@@ -124,10 +123,7 @@ class ChatForm:
     def _first(self, piece: Piece) -> bytes:
         """The role; and, for the chunks that follow, what stands before and after their text."""
         index = piece.choice
-        mark = "\0"
-        plain = dumps(self._chunk([self._plain(index, {"content": mark})]))
-        before, after = plain.split(encode_basestring_ascii(mark).encode())
-        self._begun[index] = b"data: " + before, after + b"\n\n"
+        self._begun[index] = around(self._chunk([self._plain(index, {"content": MARK})]))
         chunk = self._chunk([self._plain(index, {"role": "assistant", "content": ""})])
         if piece.prompt_logprobs is not None:
             chunk["prompt_logprobs"] = piece.prompt_logprobs

@@ -13,7 +13,7 @@ from octavo.server.generation import ClientLeft, Generation
 from octavo.server.logprobs import TextLogprobs, TokenNames
 from octavo.server.routing import begun, fresh_id, json_answer, left, state_of, user_of
 from octavo.server.schema import CompletionBody
-from octavo.server.sse import EventStream, event
+from octavo.server.sse import MARK, EventStream, around, event, text_event
 
 router = APIRouter()
 
@@ -45,6 +45,7 @@ class TextForm:
     def __init__(self, model: str, fingerprint: str, answers: Answers) -> None:
         self._answers = answers
         self._asked = answers.generation.asked
+        self._frames: dict[int, tuple[bytes, bytes]] = {}
         self._head: dict[str, Any] = {
             "id": fresh_id("cmpl"),
             "object": "text_completion",
@@ -58,8 +59,17 @@ class TextForm:
         return {**self._head, "choices": choices, "usage": self._answers.usage().body()}
 
     def chunk(self, piece: Piece) -> bytes:
+        if piece.finish_reason is None and piece.logprobs is None and piece.prompt_logprobs is None:
+            if not self._asked.token_ids:
+                frame = self._frames.get(piece.choice)
+                if frame is None:
+                    frame = self._frames[piece.choice] = around(self._chunk(Piece(piece.choice, MARK, ())))
+                return text_event(frame, piece.text)
+        return event(self._chunk(piece))
+
+    def _chunk(self, piece: Piece) -> dict[str, Any]:
         more: dict[str, Any] = {"usage": None} if self._asked.usage else {}
-        return event({**self._head, "choices": [self._choice(piece)], **more})
+        return {**self._head, "choices": [self._choice(piece)], **more}
 
     def last(self) -> bytes:
         """The usage, if it was asked for."""

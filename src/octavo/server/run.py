@@ -92,6 +92,8 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().call_later(self._drain_timeout, self.state.stop)
+        if self.state.recorder is not None:
+            self.state.recorder.close()  # the map's streams have no end of their own
         await super().shutdown(sockets)
 
 

@@ -88,8 +88,14 @@ async def generate(id: str, body: ContinueBody, http: Request) -> Response:
     """Continue the session; the answer becomes part of it.  Fields as of /v1/completions, without the prompt's."""
     state = state_of(http)
     asked = to_request.completion(body, state.settings, user_of(http))
-    for field in ("stream", "echo", "n", "best_of", "use_beam_search"):
-        if getattr(body, field) not in (None, False, 1):
+    for field, wrong in (
+        ("stream", asked.stream),
+        ("echo", asked.echo),
+        ("n", asked.n > 1),
+        ("best_of", asked.params.branches > 1),
+        ("use_beam_search", asked.beam is not None),
+    ):
+        if wrong:
             raise RequestError(f"{field}: a session's answer is one text, told at its end", field)
     with state.sessions.use(id, user_of(http)) as session:
         places = state.admission.enter([(1, len(session))])

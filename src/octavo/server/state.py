@@ -17,6 +17,7 @@ from octavo.server.metrics import Metrics
 from octavo.server.parsing import Tooling
 from octavo.server.registry import Sessions
 from octavo.server.settings import ServerSettings
+from octavo.watch.recorder import Recorder
 
 if TYPE_CHECKING:
     from octavo.server.generation import Generation
@@ -42,6 +43,7 @@ class State:
         self.tooling = Tooling(llm.parts.template, settings.tool_format, settings.reasoning)
         self.sessions = Sessions(settings.max_sessions, settings.session_idle)
         self.generations: dict[Generation, None] = {}
+        self.recorder: Recorder | None = None  # what the live map shows
 
     @staticmethod
     def now() -> float:

@@ -156,11 +156,13 @@ class ScriptedExecutor:
         if error:
             return RowResult(error=error)
         last = row.start + len(row.tokens) - 1
-        prefix = self._prefix(row, last)
-        tokens = tuple(self._choose(prefix, draw) for draw in row.draws)
+        # All draws are from the last token, or one each from the token before the drafts and from every draft.
+        places = range(last - row.drafts, last + 1) if row.drafts else [last] * len(row.draws)
+        prefixes = {at: self._prefix(row, at) for at in places}
+        tokens = tuple(self._choose(prefixes[at], draw) for at, draw in zip(places, row.draws, strict=True))
         logprobs = tuple(
-            logprobs_of(prefix, token, draw.logprobs) if draw.logprobs >= 0 else None
-            for token, draw in zip(tokens, row.draws, strict=True)
+            logprobs_of(prefixes[at], token, draw.logprobs) if draw.logprobs >= 0 else None
+            for at, token, draw in zip(places, tokens, row.draws, strict=True)
         )
         scores = tuple(
             logprobs_of(self._prefix(row, row.start + i), token, row.score) for i, token in enumerate(row.targets)

@@ -14,21 +14,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.clock import SimulatedClock
+from octavo.core.events import Finished
 from octavo.core.params import SamplingParams
-from octavo.core.plan import DISK, Draw, Move, Plan, Row, StepResult
+from octavo.core.plan import DISK, Move, Plan, Row, StepResult
 from octavo.core.request import Request
-from octavo.decode.beam import BeamSearch
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake
-from octavo.engine.session import SessionState
+from octavo.engine.session import Call, SessionState
 from octavo.errors import RequestError
 from octavo.paging.audit import audit, audit_idle
 from octavo.paging.kv import KV
 from octavo.schedule.budget import TokenBudget
 from octavo.schedule.policies import POLICIES
-from octavo.sim.executors import ScriptedExecutor, logprobs_of, mixed, prefix_hash
+from octavo.sim.executors import ScriptedExecutor, mixed, prefix_hash
+from octavo.sim.guesses import Guesses
+from octavo.sim.oracle import VOCAB, Heard, Oracle
 
-VOCAB = 97
 CONTEXT = 60
 Files = dict[str, tuple[bytes, list[tuple[int, int] | None]]]
 
@@ -47,6 +48,7 @@ class Settings:
     budget: int
     max_running: int
     prefix_cache: bool
+    drafts: int
     row_errors: float
     lost_moves: float
     aborts: float
@@ -67,6 +69,7 @@ class Settings:
             budget=rng.choice([1, 3, 8, 64]),
             max_running=rng.choice([1, 4, 64]),
             prefix_cache=rng.random() < 0.9,
+            drafts=rng.choice([0, 2, 6]),
             row_errors=rng.choice([0.0, 0.0, 0.002]),
             lost_moves=rng.choice([0.0, 0.1, 0.5]),
             aborts=rng.choice([0.0, 0.01]),
@@ -94,11 +97,11 @@ class FaultyExecutor(ScriptedExecutor):
     """Fails rows, loses and delays moves to and from disk, all by chance."""
 
     def __init__(self, settings: Settings, rng: random.Random, files: Files, tally: Tally) -> None:
-        reach = None if None in settings.windows else max(w for w in settings.windows if w is not None)
+        self.reach = None if None in settings.windows else max(w for w in settings.windows if w is not None)
         super().__init__(
             settings.pool,
             settings.block_size,
-            prefix_hash(VOCAB, reach),
+            prefix_hash(VOCAB, self.reach),
             settings.windows,
             self._row_fails,
             settings.swap,
@@ -144,45 +147,21 @@ class Asked:
     """A request in flight, what is to come of it, and what to do then."""
 
     request: Request
+    heard: Heard
     prompt: list[int]
     most: int
     state: SessionState | None = None  # whose text it continues
+    scoring: Scoring | None = None  # that it is part of
     aborted: bool = False
 
 
-class Oracle:
-    """Owns: right answers, from the prompt alone."""
+@dataclass
+class Scoring:
+    """A session's call that scores texts: a first request that computes the session, then one for each text."""
 
-    def __init__(self, windows: tuple[int | None, ...]) -> None:
-        self.reach = None if None in windows else max(w for w in windows if w is not None)
-        self._next = prefix_hash(VOCAB, self.reach)
-
-    def answer(self, prompt: list[int], most: int, params: SamplingParams, branch: int) -> list[int]:
-        tokens = list(prompt)
-        for _ in range(most):
-            tokens.append(self._next(tokens, self._draw(params, branch)))
-        return tokens[len(prompt) :]
-
-    def _draw(self, params: SamplingParams, branch: int) -> Draw:
-        seed = params.seed or 0
-        return Draw(branch, 0, params.temperature or 0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, seed, -1)
-
-    def seen(self, tokens: list[int]) -> list[int]:
-        """The prefix as an executor reads it: -1 where all windows have slid on."""
-        gone = max(0, len(tokens) - self.reach) if self.reach else 0
-        return [-1] * gone + tokens[gone:]
-
-    def beams(self, prompt: list[int], width: int, most: int) -> list[tuple[tuple[int, ...], float]]:
-        search = BeamSearch(width, most)
-        greedy = self._draw(SamplingParams(temperature=0.0), 0)
-        while not search.done:
-            candidates = []
-            for running in search.running:
-                tokens = [*prompt, *running]
-                token = self._next(tokens, greedy)
-                candidates.append(logprobs_of(self.seen(tokens), token, search.kept).best)
-            search.advance(candidates)
-        return [(h.tokens, h.score) for h in search.finished]
+    call: Call
+    texts: list[list[int]]
+    left: int = 0  # texts that are being scored
 
 
 class Era:
@@ -204,6 +183,7 @@ class Era:
             max_running=s.max_running,
             clock=self.clock,
             swap_pays=self._swap_pays,
+            drafter=Guesses(prefix_hash(VOCAB, self.executor.reach), s.drafts) if s.drafts else None,
         )
         self.intake = Intake(
             tokenizer=None,
@@ -244,16 +224,16 @@ class Era:
 
     def _advance(self) -> None:
         self.clock.advance(0.1)
-        if not self.engine.busy:
+        if self.engine.busy:
+            self.engine.step()
+            self.tally.steps += 1
+            if self.tally.steps % self.audit_every == 0:
+                audit(self.kv)
+        else:
             self.engine.reap()
-            return
-        self.engine.step()
-        self.tally.steps += 1
-        if self.tally.steps % self.audit_every == 0:
-            audit(self.kv)
-        done = [a for a in self.asked if a.request.finished]
+        done = [a for a in self.asked if a.heard.final is not None]  # without a step too: an abort ends a request
         if done:
-            self.asked = [a for a in self.asked if not a.request.finished]
+            self.asked = [a for a in self.asked if a.heard.final is None]
             for asked in done:
                 self._judge(asked)
 
@@ -275,7 +255,8 @@ class Era:
         self.engine.reap()
         audit_idle(self.kv)
         counters = self.engine.counters
-        for name in ("preemptions", "copies", "evictions", "cached_tokens", "failed", "aborted", "finished"):
+        names = ("preemptions", "copies", "evictions", "cached_tokens", "failed", "aborted", "finished")
+        for name in (*names, "drafted_tokens", "accepted_tokens"):
             self.tally.add(name.replace("_", " "), getattr(counters, name))
         self.tally.add("swaps", self.engine.scheduler.swaps)
         self.engine.close()
@@ -301,32 +282,39 @@ class Era:
     def _params(self, most: int, n: int = 1) -> SamplingParams:
         rng = self.rng
         return SamplingParams(
-            temperature=rng.choice([0.0, 1.0]), max_tokens=most, n=n, seed=rng.randrange(4), ignore_eos=True
+            temperature=rng.choice([0.0, 1.0]),
+            max_tokens=most,
+            n=n,
+            seed=rng.randrange(4),
+            ignore_eos=True,
+            stop_token_ids=self._ids(rng.choice([0, 0, 0, 15])),
+            prompt_logprobs=rng.choice([0, 2]) if most == 0 or rng.random() < 0.05 else None,
         )
 
     def _ask(self) -> None:
         rng = self.rng
-        prompt, most = self._prompt(), rng.choice([1, 3, 8, 20])
-        params = self._params(most, rng.choice([1, 1, 1, 2, 4]))
+        prompt, most = self._prompt(), rng.choice([0, 1, 1, 3, 3, 8, 8, 20, 20])
+        params, heard = self._params(most, rng.choice([1, 1, 1, 2, 4])), Heard()
         request = self.intake.request(
             prompt,
             params,
             priority=rng.randrange(3),
             user=rng.choice("abc"),
             cache_salt=rng.choice([None, None, "x"]),
+            sink=heard,
         )
         self.engine.add(request)
-        self.asked.append(Asked(request, prompt, most))
+        self.asked.append(Asked(request, heard, prompt, most))
 
     def _ask_beams(self) -> None:
-        prompt, most = self._prompt(), self.rng.choice([1, 3, 6])
-        request = self.intake.beam_search(prompt, width=self.rng.choice([1, 2, 4]), max_tokens=most)
+        prompt, most, heard = self._prompt(), self.rng.choice([1, 3, 6]), Heard()
+        request = self.intake.beam_search(prompt, width=self.rng.choice([1, 2, 4]), max_tokens=most, sink=heard)
         self.engine.add(request)
-        self.asked.append(Asked(request, prompt, most))
+        self.asked.append(Asked(request, heard, prompt, most))
         self.tally.add("beam searches")
 
     def _use_session(self) -> None:
-        """Open, append to, continue, fork, rewind or close one."""
+        """Open, append to, continue, score with, fork, rewind or close one."""
         rng = self.rng
         idle = [s for s in self.sessions if not s.busy]
         if not idle or (len(self.sessions) < 5 and rng.random() < 0.2):
@@ -336,12 +324,14 @@ class Era:
             return
         state = rng.choice(idle)
         what = rng.random()
-        if what < 0.45:
-            if not state.tokens:
-                return
-            most, prompt = rng.choice([1, 3, 8]), list(state.tokens)
-            request = state.begin(self._params(most))
-            self.asked.append(Asked(request, prompt, most, state))
+        if what < 0.45 and not state.tokens:
+            return
+        if what < 0.1:
+            self._begin_scores(state)
+        elif what < 0.45:
+            most, prompt, heard = rng.choice([1, 3, 8]), list(state.tokens), Heard()
+            request = state.begin(self._params(most), sink=heard)
+            self.asked.append(Asked(request, heard, prompt, most, state))
         elif what < 0.65:
             state.append(self._ids(rng.randint(1, 6)))
         elif what < 0.75:
@@ -355,6 +345,43 @@ class Era:
             state.close()
             self.sessions.remove(state)
 
+    def _begin_scores(self, state: SessionState) -> None:
+        texts = [self._ids(self.rng.randint(1, 4)) for _ in range(self.rng.randint(1, 3))]
+        scoring, heard = Scoring(Call(state), texts), Heard()
+        first = scoring.call.prefill(heard)
+        if first is None:
+            self._score(scoring)
+        else:
+            self.asked.append(Asked(first, heard, list(state.tokens), 0, scoring=scoring))
+        self.tally.add("session scores")
+
+    def _score(self, scoring: Scoring) -> None:
+        heard = [Heard() for _ in scoring.texts]
+        by_id: dict[str, Heard] = {}
+        try:
+            asked = scoring.call.score(scoring.texts, lambda event: by_id[event.request](event))
+        except RequestError:
+            self.tally.add("refused")
+            scoring.call.end()
+            return
+        scoring.left = len(asked)
+        for (request, ids), ear in zip(asked, heard, strict=True):
+            by_id[request.id] = ear
+            self.asked.append(Asked(request, ear, [*scoring.call.state.tokens, *ids], 0, scoring=scoring))
+
+    def _go_on_scoring(self, asked: Asked, scoring: Scoring) -> None:
+        """One of its requests has ended; a call that is cut short takes the others with it."""
+        if asked.aborted:
+            for other in self.asked:
+                other.aborted |= other.scoring is scoring
+            scoring.call.end()
+        elif not scoring.left:
+            self._score(scoring)
+        else:
+            scoring.left -= 1
+            if not scoring.left:
+                scoring.call.end()
+
     def _abort(self, asked: Asked) -> None:
         asked.aborted = True
         self.engine.abort(asked.request)
@@ -363,12 +390,16 @@ class Era:
 
     def _judge(self, asked: Asked) -> None:
         """Every request ends with its right answer, or with the fault that was injected into it."""
-        request = asked.request
+        request, heard = asked.request, asked.heard
         if asked.state is not None:
             asked.state.end(request)
+        if asked.scoring is not None:
+            self._go_on_scoring(asked, asked.scoring)
+        if request.beams is None and sorted(heard.reasons) != sorted(s.branch for s in request.branches):
+            raise AssertionError(f"{request.id}: heard of the ends of branches {heard.reasons} of {request.branches}")
         if request.error is not None:
-            if request.error != "injected":
-                raise AssertionError(f"{request.id} failed: {request.error}")
+            if request.error != "injected" or heard.final != Finished(request.id, "injected"):
+                raise AssertionError(f"{request.id} failed: {request.error}; heard {heard.final}")
             return
         if request.beams is not None:
             if not asked.aborted:
@@ -381,8 +412,17 @@ class Era:
         for sequence in request.branches:
             want_tokens = self.oracle.answer(asked.prompt, asked.most, request.params, sequence.branch)
             tokens = list(sequence.output()) if asked.state is None else self._of_session(asked)
-            if tokens != want_tokens[: len(tokens)] or (len(tokens) < asked.most and not asked.aborted):
+            if tokens != want_tokens[: len(tokens)] or (len(tokens) < len(want_tokens) and not asked.aborted):
                 raise AssertionError(f"{request.id}, branch {sequence.branch}: {tokens} is not {want_tokens}")
+            told = heard.tokens.get(sequence.branch, [])
+            if told != tokens and not (asked.state is not None and asked.aborted):  # a session cut short goes back
+                raise AssertionError(f"{request.id}, branch {sequence.branch}: {tokens}, but told {told}")
+        best = request.params.prompt_logprobs
+        if best is not None and not asked.aborted:
+            scores = self.oracle.scores(asked.prompt, request.score_from + 1, best)
+            if request.scores != scores:
+                raise AssertionError(f"{request.id}: scores {request.scores} are not {scores}")
+            self.tally.add("scored")
         if not asked.aborted and len(request.branches) != request.params.branches:
             raise AssertionError(f"{request.id}: {len(request.branches)} branches of {request.params.branches}")
 
