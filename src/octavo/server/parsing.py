@@ -123,7 +123,8 @@ class OutputParser:
         return "tool_calls" if reason == "stop" and self._count and not self._named else reason
 
     def _told(self, reasoning: str, pieces: Sequence[Piece]) -> Parsed:
-        content, calls = "", []
+        content = ""
+        calls: list[dict[str, Any]] = []
         for piece in pieces:
             if isinstance(piece, TextPiece):
                 content += piece.text
@@ -132,7 +133,7 @@ class OutputParser:
                 continue
             if isinstance(piece, CallStart):
                 self._count += 1
-                function = {"name": piece.name, "arguments": ""}
+                function: dict[str, Any] = {"name": piece.name, "arguments": ""}
                 id = f"call_{secrets.token_hex(12)}"
                 calls.append({"index": piece.index, "id": id, "type": "function", "function": function})
             elif calls and calls[-1]["index"] == piece.index:
