@@ -148,7 +148,7 @@ def test_four_answers_share_the_prompt_and_part(slow_server: Served, opened: Ope
     page.mouse.move(2, 2)
     # A sequence: its blocks light up, and no other.
     come_true(page, "octavo.shown.sequences.length === 4 && octavo.shown.figures.copies > 0")
-    page.locator("#rows button").nth(1).hover()
+    page.locator("#rows button").nth(1).hover(position={"x": 30, "y": 8})  # on its name: its cells are blocks
     come_true(page, "octavo.grid.lit?.size")
     lit, table = page.evaluate("[[...octavo.grid.lit], [...octavo.shown.sequences[1].tables[0]]]")
     assert set(lit) >= set(table[:-1])
