@@ -261,10 +261,10 @@ def test_times_are_those_of_the_script(server: FakeServer) -> None:
     assert figures.done == 8 and figures.output_tokens == 40
     assert figures.prompt_tokens == 64 and figures.cached_tokens == 24
     assert figures.ttft is not None and figures.itl is not None and figures.e2e is not None
-    # No less than the script slept; more only by what a busy machine adds.
-    assert figures.ttft.count == 8 and 200 <= figures.ttft.p50 < 300
-    assert figures.itl.count == 32 and 48 <= figures.itl.p50 < 90
-    assert 400 <= figures.e2e.p50 < 600
+    # No less than the script slept; how much more is the machine's affair, and a late first token shortens the rest.
+    assert figures.ttft.count == 8 and figures.itl.count == 32
+    assert figures.ttft.p50 >= 199 and figures.e2e.p50 >= 399
+    assert figures.ttft.mean + 4 * figures.itl.mean == pytest.approx(figures.e2e.mean, rel=0.1)
     assert figures.per_token is not None and figures.per_token.p50 == pytest.approx(figures.itl.mean, rel=0.3)
     assert figures.most_running == 8
 
