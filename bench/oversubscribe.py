@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common import OUT, Length, save, shared_chats, table, traced, verdict
+from common import OUT, Counting, Length, save, shared_chats, table, traced, verdict
 
 from octavo import LLM, SamplingParams
 from octavo.clock import RealClock
-from octavo.core.plan import Move, Plan, RowResult, StepResult
 from octavo.core.request import Request
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake
@@ -74,20 +73,6 @@ class Ledger:
                 merged.append((a, b))
         self.free = merged
         self.reserved -= count
-
-
-class Counting:
-    """An executor that computes nothing: every draw is the same token."""
-
-    def run(self, plan: Plan) -> StepResult:
-        rows = tuple(RowResult((1,) * len(row.draws), (None,) * len(row.draws)) for row in plan.rows)
-        return StepResult(plan.step, rows)
-
-    def flush(self, moves: Sequence[Move]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 @dataclass

@@ -26,7 +26,6 @@ import loads
 import numpy as np
 
 from octavo import LLM, SamplingParams
-from octavo.core.plan import Plan, RowResult, StepResult
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake
 from octavo.kernels.threads import choose_threads
@@ -187,21 +186,10 @@ def gaps(llm: LLM, report: dict[str, Any]) -> bool:
     return good
 
 
-class Silent:
-    """An executor that computes nothing: every draw is token 7."""
-
-    def run(self, plan: Plan) -> StepResult:
-        return StepResult(plan.step, tuple(RowResult((7,) * len(r.draws), (None,) * len(r.draws)) for r in plan.rows))
-
-    def flush(self, moves: Any) -> None: ...
-
-    def close(self) -> None: ...
-
-
 def bare(blocks: int, rows: int, length: int) -> float:
     """Median seconds of a decode step of ``rows`` sequences of ``length`` tokens, without a model."""
     kv = KV(blocks, 16, (None,))
-    engine = Engine(Silent(), kv, budget=TokenBudget(1 << 20), max_running=rows)
+    engine = Engine(common.Counting(), kv, budget=TokenBudget(1 << 20), max_running=rows)
     intake = Intake(tokenizer=None, vocab=1000, context=4096, longest=kv.longest(), now=engine.clock.now)
     rng = random.Random(1)
     for _ in range(rows):

@@ -12,12 +12,7 @@ namespace {
 // How many rows each thread packs for itself, which saves a barrier, before packing is shared out.
 constexpr int64_t kFewRows = 4;
 // So many tiles that it pays to unpack a panel once for all of them, and the most bytes that an unpacked one may take.
-// The scalar build's tiles are single rows, and its exact tiles are not worth a second copy of the weights.
-#if defined(OCTAVO_SCALAR)
-constexpr int64_t kFastTiles = 3, kExactTiles = int64_t(1) << 62, kUnpackedBytes = 1 << 21;
-#else
 constexpr int64_t kFastTiles = 3, kExactTiles = 2, kUnpackedBytes = 1 << 21;
-#endif
 // Packed activations that one piece of work goes over again for each panel: they should stay in L2.
 constexpr int64_t kBlockBytes = 384 * 1024;
 

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import numpy as np
 
 from octavo.errors import ModelError
-from octavo.loading.gguf import Entry, GGUFFile, open_splits
-from octavo.loading.safetensors import SafetensorsFile, open_shards, read_json
+from octavo.loading.gguf import open_splits
+from octavo.loading.mapped import Entry, MappedFile
+from octavo.loading.safetensors import open_shards, read_json
 from octavo.loading.tensor import TYPES, Tensor
 from octavo.models.families import INTERLEAVED, NORM_LESS_ONE, spec_from_config, spec_from_gguf
 from octavo.models.fields import Fields
@@ -31,7 +32,7 @@ GENERATION = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-Place = tuple[GGUFFile | SafetensorsFile, Entry]
+Place = tuple[MappedFile, Entry]
 
 LICENCE_FILES = ("LICENSE", "LICENSE.txt", "LICENSE.md", "LICENCE", "GEMMA_TERMS.html", "USE_POLICY.md")
 
@@ -50,12 +51,12 @@ class Weights(Mapping[str, Tensor]):
 
     def release(self, name: str | None = None, nbytes: int | None = None) -> None:
         """The tensor, or its first ``nbytes``, or all that is in the files need not stay in memory: it is packed."""
-        if name is not None:
-            file, entry = self._places[name]
-            file.release(entry if nbytes is None else replace(entry, nbytes=min(nbytes, entry.nbytes)))
+        if name is None:
+            for file in {id(file): file for file, _ in self._places.values()}.values():
+                file.release()
             return
-        for file, _ in self._places.values():
-            file.release()
+        file, entry = self._places[name]
+        file.release(entry.start, entry.nbytes if nbytes is None else min(nbytes, entry.nbytes))
 
     def __getitem__(self, name: str) -> Tensor:
         return self._makers[name]()
@@ -212,9 +213,7 @@ def _collect(
     return Weights(makers, places, nbytes)
 
 
-def _maker(
-    file: GGUFFile | SafetensorsFile, entry: Entry, need: Needed, permuted: bool, less_one: bool
-) -> Callable[[], Tensor]:
+def _maker(file: MappedFile, entry: Entry, need: Needed, permuted: bool, less_one: bool) -> Callable[[], Tensor]:
     heads = need.rotary if permuted else 0
     if need.vector and entry.type not in ("F32", "F16", "BF16"):
         raise ModelError(f"{file.path}: tensor {entry.name} is {entry.type}; a norm or bias must be F32, F16 or BF16")

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from octavo.errors import ModelError
-from octavo.loading.mapped import MappedFile
+from octavo.loading.mapped import Entry, MappedFile
 from octavo.loading.tensor import TYPES
 
 MAX_KEYS = 1 << 16
@@ -54,17 +54,6 @@ TYPE_NAMES = dict(
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Where a tensor lies: type name, row-major shape, and its bytes in the file (-1: a type that we can't size)."""
-
-    name: str
-    type: str
-    shape: tuple[int, ...]
-    start: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
 class _Array:
     """An array in the file that nobody has asked for yet."""
 
@@ -73,7 +62,7 @@ class _Array:
     start: int
 
 
-class GGUFFile(Mapping[str, Any]):
+class GGUFFile(MappedFile, Mapping[str, Any]):
     """One GGUF file: a mapping of its metadata.
 
     Owns: the memory map.  Promises: every entry's bytes lie inside the file, apart from each other; strings come as
@@ -82,9 +71,7 @@ class GGUFFile(Mapping[str, Any]):
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._mapped = MappedFile(path)
-        self.data = self._mapped.data
+        super().__init__(path)
         self._buffer = memoryview(self.data.data)
         self._size = len(self._buffer)
         self._values: dict[str, Any] = {}
@@ -109,14 +96,6 @@ class GGUFFile(Mapping[str, Any]):
         if isinstance(value, _Array):
             return value.count
         return len(value) if isinstance(value, (list, np.ndarray)) else 0
-
-    def bytes_of(self, entry: Entry) -> np.ndarray:
-        """A view of the tensor's raw bytes, uint8."""
-        return self._mapped.view(entry.start, entry.nbytes)
-
-    def release(self, entry: Entry | None = None) -> None:
-        """The entry's bytes (all of the file's without one) need not stay in memory."""
-        self._mapped.release(*((entry.start, entry.nbytes) if entry else ()))
 
     # -- header ----------------------------------------------------------------------------------------------------
 

@@ -1,13 +1,25 @@
-"""A file mapped into memory for reading, whose pages can be given back once their bytes are somewhere else."""
+"""Files of weights, mapped into memory for reading; pages can be given back once their bytes are somewhere else."""
 
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from octavo.errors import ModelError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies: type name, row-major shape, and its bytes in the file (-1: a type that we can't size)."""
+
+    name: str
+    type: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
 
 
 class MappedFile:
@@ -17,11 +29,13 @@ class MappedFile:
     """
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._map = _mapped(path)
         self.data = np.frombuffer(self._map, np.uint8)
 
-    def view(self, start: int, nbytes: int) -> np.ndarray:
-        return self.data[start : start + nbytes]
+    def bytes_of(self, entry: Entry) -> np.ndarray:
+        """A view of the tensor's raw bytes, uint8."""
+        return self.data[entry.start : entry.start + entry.nbytes]
 
     def release(self, start: int = 0, nbytes: int | None = None) -> None:
         """Takes whole pages inside the range out of this process's memory; touched again, they're read again."""

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from octavo.errors import ModelError
-from octavo.loading.gguf import Entry, product
-from octavo.loading.mapped import MappedFile
+from octavo.loading.gguf import product
+from octavo.loading.mapped import Entry, MappedFile
 from octavo.loading.tensor import TYPES
 
 MAX_HEADER = 100_000_000  # bytes, the format's own limit
@@ -21,7 +19,7 @@ DTYPES = ("F32", "F16", "BF16")
 INDEX = "model.safetensors.index.json"
 
 
-class SafetensorsFile:
+class SafetensorsFile(MappedFile):
     """One safetensors file.
 
     Owns: the memory map.  Promises: every entry's bytes lie inside the file, apart from each other, and their count
@@ -29,9 +27,7 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._mapped = MappedFile(path)
-        self.data = self._mapped.data
+        super().__init__(path)
         self.tensors: dict[str, Entry] = {}
         size = len(self.data)
         length = int.from_bytes(self.data[:8].tobytes(), "little")
@@ -46,14 +42,6 @@ class SafetensorsFile:
         for name, info in header.items():
             self.tensors[name] = self._entry(name, info, 8 + length, size)
         self._check_apart()
-
-    def bytes_of(self, entry: Entry) -> np.ndarray:
-        """A view of the tensor's raw bytes, uint8."""
-        return self._mapped.view(entry.start, entry.nbytes)
-
-    def release(self, entry: Entry | None = None) -> None:
-        """The entry's bytes (all of the file's without one) need not stay in memory."""
-        self._mapped.release(*((entry.start, entry.nbytes) if entry else ()))
 
     def _entry(self, name: str, info: Any, base: int, size: int) -> Entry:
         what = f"tensor {name:.80}"

@@ -11,12 +11,12 @@ from fastapi import APIRouter, Request, Response
 
 from octavo.server import to_request
 from octavo.server.answers import Answers, Piece
-from octavo.server.generation import LONG_TEXT, ClientLeft, Generation
+from octavo.server.generation import LONG_TEXT, Generation
 from octavo.server.logprobs import ChatLogprobs, TokenNames
 from octavo.server.messages import checked_choice, checked_tools, rendered
-from octavo.server.routing import begun, fresh_id, json_answer, left, state_of, user_of
+from octavo.server.routing import answered, begun, fresh_id, state_of, user_of
 from octavo.server.schema import ChatBody
-from octavo.server.sse import MARK, EventStream, around, event, text_event
+from octavo.server.sse import MARK, around, event, text_event
 from octavo.server.state import State
 
 router = APIRouter()
@@ -42,14 +42,7 @@ async def chat_completions(body: ChatBody, http: Request) -> Response:
     await begun(generation, http, [prompt], add_special=False)
     parser = partial(tooling.parser, prompt, tools, choice, body.parallel_tool_calls is not False)
     answers = Answers(generation, TokenNames(state.llm.tokenizer), ChatLogprobs, parser)
-    form = ChatForm(model, state.fingerprint, answers)
-    if asked.stream:
-        return EventStream(answers, form.chunk, form.last, {})
-    async with generation:
-        try:
-            return json_answer(form.whole(await answers.whole()))
-        except ClientLeft:
-            return left()
+    return await answered(answers, ChatForm(model, state.fingerprint, answers), asked.stream)
 
 
 async def prompt_of(state: State, body: ChatBody, tools: list[dict[str, Any]] | None) -> str:

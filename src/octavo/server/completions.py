@@ -9,11 +9,11 @@ from fastapi import APIRouter, Request, Response
 
 from octavo.server import to_request
 from octavo.server.answers import Answers, Piece
-from octavo.server.generation import ClientLeft, Generation
+from octavo.server.generation import Generation
 from octavo.server.logprobs import TextLogprobs, TokenNames
-from octavo.server.routing import begun, fresh_id, json_answer, left, state_of, user_of
+from octavo.server.routing import answered, begun, fresh_id, state_of, user_of
 from octavo.server.schema import CompletionBody
-from octavo.server.sse import MARK, EventStream, around, event, text_event
+from octavo.server.sse import MARK, around, event, text_event
 
 router = APIRouter()
 
@@ -29,14 +29,7 @@ async def completions(body: CompletionBody, http: Request) -> Response:
     generation = Generation(state, asked)
     await begun(generation, http, prompts, add_special=body.add_special_tokens is not False)
     answers = Answers(generation, TokenNames(state.llm.tokenizer), TextLogprobs)
-    form = TextForm(model, state.fingerprint, answers)
-    if asked.stream:
-        return EventStream(answers, form.chunk, form.last, {})
-    async with generation:
-        try:
-            return json_answer(form.whole(await answers.whole()))
-        except ClientLeft:
-            return left()
+    return await answered(answers, TextForm(model, state.fingerprint, answers), asked.stream)
 
 
 class TextForm:

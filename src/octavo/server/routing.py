@@ -8,8 +8,9 @@ from typing import Any
 
 from fastapi import Request, Response
 
-from octavo.server.generation import Generation
-from octavo.server.sse import dumps
+from octavo.server.answers import Answers
+from octavo.server.generation import ClientLeft, Generation
+from octavo.server.sse import EventStream, Form, dumps
 from octavo.server.state import State
 
 
@@ -37,6 +38,17 @@ async def begun(generation: Generation, http: Request, prompts: Sequence[Any], *
 
 def json_answer(body: dict[str, Any]) -> Response:
     return Response(dumps(body), media_type="application/json")
+
+
+async def answered(answers: Answers, form: Form, stream: bool) -> Response:
+    """The answer as events, or in one piece."""
+    if stream:
+        return EventStream(answers, form)
+    async with answers.generation:
+        try:
+            return json_answer(form.whole(await answers.whole()))
+        except ClientLeft:
+            return left()
 
 
 def left() -> Response:

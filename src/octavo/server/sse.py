@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from json.encoder import encode_basestring_ascii
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -38,6 +37,18 @@ def text_event(around: tuple[bytes, bytes], text: str) -> bytes:
     return around[0] + encode_basestring_ascii(text).encode() + around[1]
 
 
+class Form(Protocol):
+    """How one route writes an answer: chunks and whole answers differ only in where they are cut."""
+
+    def chunk(self, piece: Piece) -> bytes:
+        """An event (or none yet, b"") for one piece."""
+
+    def last(self) -> bytes:
+        """What follows the last piece: the usage, if it was asked for."""
+
+    def whole(self, pieces: list[Piece]) -> dict[str, Any]: ...
+
+
 class EventStream(Response):
     """Owns: a generation from its first piece to its end.
 
@@ -45,29 +56,22 @@ class EventStream(Response):
     status is sent; the generation is ended however the connection ends.
     """
 
-    def __init__(
-        self, answers: Answers, chunk: Callable[[Piece], bytes], last: Callable[[], bytes], headers: Mapping[str, str]
-    ) -> None:
+    def __init__(self, answers: Answers, form: Form) -> None:
         self.answers = answers
-        self.chunk = chunk
-        self.last = last
+        self.form = form
         self.status_code = 200
         self.background = None
-        self.init_headers({"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **headers})
-
-    def init_headers(self, headers: Mapping[str, str] | None = None) -> None:
-        self.raw_headers = [(name.lower().encode("latin-1"), value.encode("latin-1"))
-                            for name, value in (headers or {}).items()]  # fmt: skip
+        self.raw_headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.answers.generation:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            chunk = self.chunk
+            chunk = self.form.chunk
             try:
                 async for pieces in self.answers.pieces():
                     data = chunk(pieces[0]) if len(pieces) == 1 else b"".join([chunk(piece) for piece in pieces])
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-                data = self.last() + DONE
+                data = self.form.last() + DONE
             except ClientLeft:
                 return
             except Exception as error:

@@ -17,8 +17,8 @@ from typing import Any
 
 from octavo.core.guide import Guide
 from octavo.errors import ConfigError, RequestError
-from octavo.text import toolcalls
-from octavo.text.toolcalls import CallArguments, CallStart, Piece, Section, TextPiece, ToolStream
+from octavo.text import jsoncalls, pythoncalls
+from octavo.text.toolcalls import CallArguments, CallStart, Piece, Section, TextPiece, ToolStream, fenced
 
 __all__ = [
     "FORMATS",
@@ -117,21 +117,21 @@ def _hermes(template: str) -> bool:
 FORMATS = {
     form.name: form
     for form in (
-        ToolFormat("hermes", "arguments", True, {"<tool_call>": toolcalls.tagged("</tool_call>")}, {}, _hermes),
+        ToolFormat("hermes", "arguments", True, {"<tool_call>": jsoncalls.tagged("</tool_call>")}, {}, _hermes),
         ToolFormat(
             "mistral",
             "arguments",
             True,
-            {"[TOOL_CALLS]": toolcalls.json_list(marked=True, named=True)},
-            {"[": toolcalls.json_list(marked=False)},
+            {"[TOOL_CALLS]": jsoncalls.json_list(marked=True, named=True)},
+            {"[": jsoncalls.json_list(marked=False)},
             lambda template: "[TOOL_CALLS]" in template,
         ),
         ToolFormat(
             "llama3",
             "parameters",
             True,
-            {"<|python_tag|>": toolcalls.json_calls(marked=True)},
-            {"{": toolcalls.json_calls(marked=False)},
+            {"<|python_tag|>": jsoncalls.json_calls(marked=True)},
+            {"{": jsoncalls.json_calls(marked=False)},
             lambda template: "<|python_tag|>" in template or ("ipython" in template and '"parameters"' in template),
         ),
         ToolFormat(
@@ -139,10 +139,10 @@ FORMATS = {
             "parameters",
             False,
             {
-                "```json": toolcalls.fenced(toolcalls.json_list(marked=False)),
-                "```tool_code": toolcalls.python_block,
+                "```json": fenced(jsoncalls.json_list(marked=False)),
+                "```tool_code": pythoncalls.python_block,
             },
-            {"{": toolcalls.json_list(marked=False), "[": toolcalls.json_or_python_list},
+            {"{": jsoncalls.json_list(marked=False), "[": pythoncalls.json_or_python_list},
             lambda template: "<start_of_turn>" in template and "<start_function_call>" not in template,
         ),
     )
