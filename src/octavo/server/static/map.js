@@ -39,6 +39,7 @@ async function start() {
     over: (n) => point({ sequence: n, block: null }),
     pick: (n) => pin({ sequence: aim.pinSequence === n ? null : n }),
     block: (b) => point({ block: b }),
+    seen: render,
   });
   new ResizeObserver(() => { if (Math.abs(grid.room - roomFor(0)) > 4) grid.layout(); }).observe(byId("pool-note"));
   const past = new Uint8Array(await (await ask("v1/kv/history")).arrayBuffer());
@@ -280,7 +281,8 @@ function pin({ block = null, sequence = null }) {
   Object.assign(aim, { pinBlock: block, pinSequence: sequence });
   if (block === null && grid) grid.cursor = -1;
   for (const row of rows?.rows.values() ?? []) {
-    row.button.setAttribute("aria-pressed", String(row.sequence.number === sequence));
+    row.picked = row.sequence.number === sequence;
+    row.button.setAttribute("aria-pressed", String(row.picked));
   }
   light();
 }
