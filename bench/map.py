@@ -1,5 +1,8 @@
 """What the live map costs the engine: decoding with and without its recorder, in turn, in one process.
 
+CPU time is compared, of all threads together, since the time on the wall differs more between two turns than any
+recorder could make it.
+
 64 sequences in a pool of 10,000 blocks; "kept" records for the history alone, "watched" for a page as well.
 """
 
@@ -42,10 +45,10 @@ def measured(llm: AsyncLLM, given: argparse.Namespace) -> dict[str, object]:
         time.sleep(0.05)
 
     def rate() -> float:
-        """Seconds a step takes, between two ends of steps."""
-        began, first = service.call(lambda: (time.perf_counter(), counters.steps))
+        """CPU seconds that a step takes, of all threads together: what others do on the machine is not in it."""
+        began, first = service.call(lambda: (time.process_time(), counters.steps))
         time.sleep(given.seconds)
-        ended, last = service.call(lambda: (time.perf_counter(), counters.steps))
+        ended, last = service.call(lambda: (time.process_time(), counters.steps))
         return float(ended - began) / int(last - first)
 
     # Turns without, kept, without, watched, without ...: each with is held against the two without beside it, since
@@ -76,7 +79,7 @@ def measured(llm: AsyncLLM, given: argparse.Namespace) -> dict[str, object]:
                 f"{100 * spread:.2f} %",
             ]
         )
-    table(["recorder", "longer steps, mean", "median", "standard error"], lines)
+    table(["recorder", "CPU a step, mean", "median", "standard error"], lines)
     copied, packed = alone(llm)
     print(
         f"by themselves: {1e6 * copied:.0f} us to copy in the engine's thread, {1e6 * packed:.0f} us to pack beside it"
