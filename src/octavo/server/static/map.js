@@ -31,6 +31,7 @@ async function start() {
   history = new History(about);
   ahead = about.time - Date.now() / 1000;
   byId("model").textContent = about.model;
+  if (!about.chat) byId("as").value = "text"; // the model has no chat template
   byId("host").hidden = !history.slots;
   document.body.classList.toggle("with-host", history.slots > 0);
   if (history.slots) hostGrid = new Grid(byId("host-field"), history.slots, { most: 96, largest: 16, slots: true });
