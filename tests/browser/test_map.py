@@ -317,3 +317,15 @@ def test_ten_thousand_blocks_are_smooth(monkeypatch: pytest.MonkeyPatch, opened:
         (SHOTS / "drawing.json").write_text(json.dumps(figures), encoding="utf-8")
         assert figures["drawings"] >= 20, figures
         until(lambda: not running_server.llm.parts.engine.busy, 60)
+
+
+def test_a_model_without_a_chat_template_is_asked_in_plain_text(
+    monkeypatch: pytest.MonkeyPatch, opened: Opened
+) -> None:
+    with paced(monkeypatch, template=None) as running_server:
+        page = opened(running_server)
+        come_true(page, "octavo.shown")
+        assert page.input_value("#as") == "text"
+        ask(page, "<sea>", answers=1, tokens=30)
+        page.wait_for_selector("#send:visible")
+        assert page.locator(".answer span").first.text_content() == STORY[:30]

@@ -115,6 +115,7 @@ def _add_frames(
     about = {
         "object": "kv",
         "model": model,
+        "chat": llm.parts.template.source is not None,
         "block_size": kv.block_size,
         "block_bytes": block_bytes,
         "groups": [{"window": window} for window in kv.windows],

@@ -55,7 +55,7 @@ class Recorder:
         slow: float = 0.25,
         fast: float = 0.1,
     ) -> None:
-        self._take, self._call, self._stirred = take, call, stirred
+        self.take, self._call, self._stirred = take, call, stirred
         self._seconds, self._most_bytes = seconds, most_bytes
         self._slow, self._fast = slow, fast
         self._segments: deque[Segment] = deque()
@@ -159,7 +159,7 @@ class Recorder:
         def timed() -> Snapshot:
             nonlocal spent
             began = time.thread_time()
-            taken = self._take()
+            taken = self.take()
             spent = time.thread_time() - began
             return taken
 

@@ -31,6 +31,7 @@ async function start() {
   history = new History(about);
   ahead = about.time - Date.now() / 1000;
   byId("model").textContent = about.model;
+  if (!about.chat) byId("as").value = "text"; // the model has no chat template
   byId("host").hidden = !history.slots;
   document.body.classList.toggle("with-host", history.slots > 0);
   if (history.slots) hostGrid = new Grid(byId("host-field"), history.slots, { most: 96, largest: 16, slots: true });
@@ -39,6 +40,7 @@ async function start() {
     over: (n) => point({ sequence: n, block: null }),
     pick: (n) => pin({ sequence: aim.pinSequence === n ? null : n }),
     block: (b) => point({ block: b }),
+    seen: render,
   });
   new ResizeObserver(() => { if (Math.abs(grid.room - roomFor(0)) > 4) grid.layout(); }).observe(byId("pool-note"));
   const past = new Uint8Array(await (await ask("v1/kv/history")).arrayBuffer());
@@ -280,7 +282,8 @@ function pin({ block = null, sequence = null }) {
   Object.assign(aim, { pinBlock: block, pinSequence: sequence });
   if (block === null && grid) grid.cursor = -1;
   for (const row of rows?.rows.values() ?? []) {
-    row.button.setAttribute("aria-pressed", String(row.sequence.number === sequence));
+    row.picked = row.sequence.number === sequence;
+    row.button.setAttribute("aria-pressed", String(row.picked));
   }
   light();
 }

@@ -8,13 +8,19 @@ const SAID = { [WAITING]: "waiting", [RUNNING]: "running", [SWAPPED]: "swapped o
 const ORDER = [RUNNING, SWAPPED, WAITING, RESTING];
 
 export class Rows {
-  // hooks: over(sequence number or null), pick(number), block(id or null)
+  // hooks: over(sequence number or null), pick(number), block(id or null), seen() when other rows have come into view
   constructor(list, hooks) {
     this.list = list;
     this.hooks = hooks;
     this.rows = new Map(); // sequence number -> {item, ...}
     this.width = 0;
-    this.lit = null;
+    this.seeing = new IntersectionObserver((changes) => { // a row that nobody sees is not drawn
+      for (const { target, isIntersecting } of changes) {
+        const row = [...this.rows.values()].find((r) => r.item === target);
+        if (row) row.seen = isIntersecting;
+      }
+      this.hooks.seen();
+    }, { rootMargin: "60px" });
   }
 
   show(full, looks, host, picked) {
@@ -23,6 +29,7 @@ export class Rows {
     const wanted = new Set(listed.map((s) => s.number));
     for (const [number, row] of this.rows) {
       if (wanted.has(number)) continue;
+      this.seeing.unobserve(row.item);
       row.item.remove();
       this.rows.delete(number);
     }
@@ -53,7 +60,8 @@ export class Rows {
     button.addEventListener("focus", () => { if (button.matches(":focus-visible")) over(number); });
     button.addEventListener("blur", () => over(null));
     button.addEventListener("click", () => pick(number));
-    const row = { item, button, swatch, name, state, strip, sequence: null, drawn: "" };
+    const row = { item, button, swatch, name, state, strip, sequence: null, drawn: null, seen: false };
+    this.seeing.observe(item);
     strip.addEventListener("pointermove", (event) => block(this.under(row, event)));
     return row;
   }
@@ -66,12 +74,13 @@ export class Rows {
     swatch.className = `swatch c${colourOf(sequence)}`;
     if (name.textContent !== nameOf(sequence)) name.textContent = nameOf(sequence);
     if (state.textContent !== said + idle) state.textContent = said + idle;
-    button.setAttribute("aria-pressed", String(picked));
-    const entries = sequence.tables.reduce((sum, t) => sum + t.reduce((n, b) => n + (b >= 0), 0), 0);
-    button.setAttribute("aria-label",
-      `Sequence ${nameOf(sequence)}, ${SAID[sequence.state]}, ${sequence.computed} of ${sequence.tokens} tokens computed, ` +
-      `${entries} blocks`);
-    this.draw(row, strip, sequence, looks);
+    if (picked !== row.picked) button.setAttribute("aria-pressed", String((row.picked = picked)));
+    let entries = 0;
+    for (const table of sequence.tables) for (const block of table) entries += block >= 0;
+    const label = `Sequence ${nameOf(sequence)}, ${SAID[sequence.state]}, ` +
+      `${sequence.computed} of ${sequence.tokens} tokens computed, ${entries} blocks`;
+    if (label !== row.label) button.setAttribute("aria-label", (row.label = label));
+    if (row.seen) this.draw(row, strip, sequence, looks);
   }
 
   draw(row, strip, sequence, looks) {
@@ -82,7 +91,12 @@ export class Rows {
     const pitch = Math.round(size * dpr), gap = Math.max(1, Math.round((size > 9 ? 2 : 1) * dpr));
     const band = tables.length * pitch + (lines > 1 && tables.length > 1 ? gap : 0);
     // Only what is seen decides whether it is drawn again.
-    const drawn = `${width},${sequence.state},${tables.map((t) => Array.from(t, (b) => `${b}:${b < 0 ? 0 : looks[b]}`)).join(";")}`;
+    let drawn = Math.imul(width, 31) + sequence.state;
+    for (const table of tables) {
+      for (const block of table) {
+        drawn = Math.imul(drawn ^ block ^ (block < 0 ? 0 : Math.imul(looks[block], 0x9e3779b1)), 0x01000193);
+      }
+    }
     if (row.drawn === drawn) return;
     row.drawn = drawn;
     Object.assign(row, { pitch: pitch / dpr, perLine, band: band / dpr });
@@ -113,6 +127,6 @@ export class Rows {
 
   redraw() {
     this.width = 0;
-    for (const row of this.rows.values()) row.drawn = "";
+    for (const row of this.rows.values()) row.drawn = null;
   }
 }
