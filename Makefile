@@ -20,7 +20,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 listed = $(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); print('\n'.join($(1)))"
 say = @echo "== $(1)"
 
-.PHONY: help serve demo test lint format wheel wheel-check bench kl sanitize models clean
+.PHONY: help serve demo test lint format wheel wheel-check bench kl sanitize fuzz soak models clean
 
 help:
 	@echo "make serve        build, fetch SmolLM2-135M, serve it on 127.0.0.1:8000 (ARGS=... goes to octavo serve)"
@@ -31,6 +31,8 @@ help:
 	@echo "make kl           how far 8-bit activations are from exact ones, in nats a token, on both real models"
 	@echo "make wheel        build a wheel into dist/              make wheel-check   install and try it without a compiler"
 	@echo "make sanitize     kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer"
+	@echo "make fuzz         Schemathesis against the server's OpenAPI for 20 minutes"
+	@echo "make soak         1,000 streams at once for two minutes, some dropped, some slow; then kill -9 and restart"
 	@echo "make clean        remove everything that was made here"
 
 # ---- environment -----------------------------------------------------------------------------------------------------
@@ -120,6 +122,13 @@ wheel-check: wheel
 SANITIZED := build/sanitize
 # Besides the scalar build, the widest one: that is where an access past the end would be.
 SANITIZED_ISAS ?= $(if $(filter x86_64 amd64,$(shell uname -m)),avx512,neon)
+fuzz: $(VENV)/.test
+	@HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python tests/run_fuzz.py $(ARGS)
+
+soak: $(VENV)/.installed
+	@$(BIN)/octavo pull smollm2-135m >/dev/null
+	@$(BIN)/python bench/soak.py $(ARGS)
+
 sanitize: $(VENV)/.test
 	$(call say,building the kernels for the sanitizers)
 	@PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B $(SANITIZED) -G Ninja -DOCTAVO_SANITIZE=ON \

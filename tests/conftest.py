@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING  # noqa: E402
 import pytest  # noqa: E402
 
 if TYPE_CHECKING:
+    from octavo.loadgen.process import ServerProcess
     from oracle import Truth
-    from process import ServerProcess
     from tiny import Tiny
 
 
@@ -67,13 +67,14 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("tiny"))
 
 
+SMALL = ("--kv-dtype", "float32", "--kv-blocks", "512", "--threads", "1", "--access-log", "off")
 CHAT = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
 
 
 @pytest.fixture(scope="session")
 def tiny_server(tiny_models: TinyModels) -> Iterator[ServerProcess]:
     """A server process on a Llama of two layers with a chat template, exact and in float32."""
-    from process import SMALL, ServerProcess
+    from octavo.loadgen.process import ServerProcess
 
     folder = tiny_models.get("llama").save(tiny_models.root / "tiny-chat")
     (folder / "chat_template.jinja").write_text(CHAT, encoding="utf-8")
@@ -86,7 +87,7 @@ def real_server() -> Iterator[ServerProcess]:
     """A server process on SmolLM2, which knows what it says."""
     if not os.environ.get("OCTAVO_REAL_MODELS"):
         pytest.skip("real models are not asked for (OCTAVO_REAL_MODELS)")
-    from process import ServerProcess
+    from octavo.loadgen.process import ServerProcess
 
     with ServerProcess("smollm2-135m", "--kv-memory", "256MiB", "--access-log", "off") as server:
         yield server

@@ -17,7 +17,7 @@ from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI, OpenAI
 from pydantic import BaseModel, ConfigDict
 
-from process import ServerProcess
+from octavo.loadgen.process import ServerProcess
 
 TALK: list[Any] = [{"role": "user", "content": "Name five fruits."}]
 

@@ -12,7 +12,7 @@ import pytest
 from lm_eval.tasks import TaskManager
 
 from conftest import TinyModels
-from process import ServerProcess
+from octavo.loadgen.process import ServerProcess
 
 TASK = """
 task: octavo_words

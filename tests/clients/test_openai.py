@@ -10,7 +10,7 @@ import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from process import ServerProcess
+from octavo.loadgen.process import ServerProcess
 
 TALK: list[Any] = [{"role": "user", "content": "Name five fruits."}]
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}

@@ -195,6 +195,9 @@ def test_bad_calls(tiny_models: TinyModels) -> None:
             session.generate(params(100))
         with pytest.raises(RequestError, match="texts is empty"):
             session.score([])
+        for texts in (None, 7, True, {"a": 1}):
+            with pytest.raises(RequestError, match="texts must be text"):
+                session.score(texts)  # type: ignore[arg-type]
         assert len(session) == 9, "a refused call changes nothing"
         session.rewind(0)
         with pytest.raises(RequestError, match="prompt is empty"):

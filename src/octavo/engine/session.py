@@ -232,6 +232,8 @@ def scored(request: Request, ids: array[int]) -> Score:
 def as_texts(texts: Any) -> list[Any]:
     """One text, one list of ids, or a list of either, as a list."""
     single = isinstance(texts, str) or (isinstance(texts, Seq) and bool(texts) and isinstance(texts[0], int))
+    if not isinstance(texts, Seq):
+        raise RequestError(f"texts must be text, token ids, or a list of either, not {type(texts).__name__}", "texts")
     items = [texts] if single else list(texts)
     if not items:
         raise RequestError("texts is empty", "texts")

@@ -228,7 +228,7 @@ def _refuse_unsupported(body: ChatBody) -> None:
     """Fields whose silent loss would change the answer."""
     if body.functions or body.function_call not in (None, "none"):
         raise unsupported("functions", "was replaced by tools, and tool_choice")
-    if body.modalities and list(body.modalities) != ["text"]:
+    if body.modalities and body.modalities != ["text"]:
         raise unsupported("modalities", 'only ["text"] is supported')
     for name in ("audio", "prediction", "web_search_options"):
         if getattr(body, name):

@@ -14,12 +14,17 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from octavo.errors import EngineError
+
 READY = re.compile(r"^serving (\S+) at (http://\S+)$", re.MULTILINE)
-SMALL = ("--kv-dtype", "float32", "--kv-blocks", "512", "--threads", "1", "--access-log", "off")
 
 
 class ServerProcess:
-    """Owns: one server process.  Promises: it is up when the block is entered, and gone when it is left."""
+    """Owns: one server process.
+
+    Promises: it is up when the block is entered and gone when it is left; EngineError, with its log, if
+    it does not start.
+    """
 
     def __init__(self, model: str | Path, *options: str, env: dict[str, str] | None = None) -> None:
         self.command = [sys.executable, "-m", "octavo", "serve", str(model), "--port", "0", *options]
@@ -41,7 +46,7 @@ class ServerProcess:
                 break
             time.sleep(0.05)
         self.kill()
-        raise RuntimeError(f"the server did not start: {self.log()}")
+        raise EngineError(f"the server did not start: {self.log()}")
 
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
@@ -58,6 +63,7 @@ class ServerProcess:
         self.process.wait()
 
     def log(self) -> str:
+        """All that it has said so far."""
         self._log.seek(0)
         return self._log.read()
 
