@@ -122,13 +122,6 @@ wheel-check: wheel
 SANITIZED := build/sanitize
 # Besides the scalar build, the widest one: that is where an access past the end would be.
 SANITIZED_ISAS ?= $(if $(filter x86_64 amd64,$(shell uname -m)),avx512,neon)
-fuzz: $(VENV)/.test
-	@HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python tests/run_fuzz.py $(ARGS)
-
-soak: $(VENV)/.installed
-	@$(BIN)/octavo pull smollm2-135m >/dev/null
-	@$(BIN)/python bench/soak.py $(ARGS)
-
 sanitize: $(VENV)/.test
 	$(call say,building the kernels for the sanitizers)
 	@PATH="$(abspath $(BIN)):$$PATH" cmake -S . -B $(SANITIZED) -G Ninja -DOCTAVO_SANITIZE=ON \
@@ -136,6 +129,13 @@ sanitize: $(VENV)/.test
 	  -DPython_EXECUTABLE="$(abspath $(BIN))/python" >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
 	@PATH="$(abspath $(BIN)):$$PATH" cmake --build $(SANITIZED) >$(VENV)/sanitize.log || { cat $(VENV)/sanitize.log; exit 1; }
 	@$(BIN)/python tests/run_sanitized.py $(SANITIZED) $(ARGS)
+
+fuzz: $(VENV)/.test
+	@HF_HUB_OFFLINE=1 PYTHONPATH=tests $(BIN)/python tests/run_fuzz.py $(ARGS)
+
+soak: $(VENV)/.installed
+	@$(BIN)/octavo pull smollm2-135m >/dev/null
+	@$(BIN)/python bench/soak.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache bench/out
