@@ -25,7 +25,7 @@ say = @echo "== $(1)"
 help:
 	@echo "make serve        build, fetch SmolLM2-135M, serve it on 127.0.0.1:8000 (ARGS=... goes to octavo serve)"
 	@echo "make demo         build, fetch SmolLM2-135M, answer 16 prompts in one batch"
-	@echo "make test         run all tests (ARGS=... goes to pytest)"
+	@echo "make test         run all tests (ARGS=... goes to pytest; FRESH=1 draws other examples)"
 	@echo "make lint         ruff, mypy, import contracts          make format   let ruff rewrite"
 	@echo "make bench        speed on this machine (PEER=path/to/llama-server measures llama.cpp beside it)"
 	@echo "make kl           how far 8-bit activations are from exact ones, in nats a token, on both real models"

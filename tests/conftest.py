@@ -19,6 +19,12 @@ from pathlib import Path  # noqa: E402
 from typing import TYPE_CHECKING  # noqa: E402
 
 import pytest  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+# The same examples for the same test, so that a run judges the change and not its luck; FRESH=1 draws others.
+settings.register_profile("steady", derandomize=True)
+settings.register_profile("fresh", print_blob=True)
+settings.load_profile("fresh" if os.environ.get("FRESH") else "steady")
 
 if TYPE_CHECKING:
     from octavo.loadgen.process import ServerProcess

@@ -97,7 +97,6 @@ TestKV.settings = settings(
     max_examples=120,
     stateful_step_count=80,
     deadline=None,
-    derandomize=True,
     database=None,
     suppress_health_check=list(HealthCheck),
 )

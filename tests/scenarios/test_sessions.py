@@ -277,6 +277,14 @@ def test_async_sessions(tiny_models: TinyModels) -> None:
                 await asyncio.sleep(0.01)
             text = forks[0].token_ids
             assert len(text) == length, "a stream that was left is taken back"
+            late = forks[0].stream(params(3))
+            await anext(late)
+            while llm.parts.engine.busy:
+                await asyncio.sleep(0.01)
+            await late.aclose()
+            await forks[0].append([1])
+            assert forks[0].token_ids == [*text, 1], "also when the answer was whole by then, but its end not heard"
+            await forks[0].rewind(length)
             assert told(await forks[0].generate(params(4))) == alone.answer(text, 4)
             found = await forks[1].score([[1, 2], [5]])
             assert [s.logprobs for s in found] == [alone.scores(forks[1].token_ids, t) for t in ([1, 2], [5])]

@@ -68,7 +68,6 @@ class AsyncSession:
             async for request, _ in events:
                 last = request
         assert last is not None
-        await self._call(lambda: None)  # the session has the answer's tokens once earlier orders are carried out
         return request_output(last)
 
     async def score(self, texts: Any) -> list[Score]:
@@ -82,7 +81,7 @@ class AsyncSession:
             for _ in asked:
                 await _final(queue)
         finally:
-            self._end(call)
+            self._leave(call)
         return [scored(request, ids) for request, ids in asked]
 
     async def close(self) -> None:
@@ -106,12 +105,12 @@ class AsyncSession:
                 if isinstance(event, Finished):
                     return
         finally:
-            self._end(call)
+            self._leave(call)
 
-    def _end(self, call: Call) -> None:
+    def _leave(self, call: Call) -> None:
         """Free the session between two steps; also of what a call that is left now has not even begun."""
         with suppress(EngineError):  # closed: everything has been ended already
-            self._service.order(call.end)
+            self._service.order(call.leave)
 
     async def _start(self, begin: Callable[[Any], T]) -> tuple[T, asyncio.Queue[Delta | Finished]]:
         """Have requests added between two steps, their events going to the queue that is returned."""

@@ -113,11 +113,12 @@ class SessionState:
         self._settle(request.branches[0])
         return request
 
-    def end(self, request: Request) -> None:
-        """The request has ended: the session has its tokens, or, if it was cut short, the ones from before."""
+    def end(self, request: Request, heard: bool = True) -> None:
+        """The request has ended: the session has its tokens, or, if it was cut short or nobody ``heard`` its end, the
+        ones from before."""
         self.busy = False
         sequence = request.branches[0]
-        if sequence.finish_reason in ("stop", "length"):
+        if heard and sequence.finish_reason in ("stop", "length"):
             self.tokens = sequence.tokens[:]
         else:
             self.engine.scheduler.rewind(sequence, len(self.tokens))
@@ -166,8 +167,9 @@ class SessionState:
 class Call:
     """Owns: the requests that one call of a session has in flight, and the session itself meanwhile.
 
-    Promises: whenever the call is left, be it before it has begun anything, :meth:`end` ends its requests and frees the
-    session, once; nothing begins after that.  To be called between steps, like the session's state.
+    Promises: whenever the call is left, be it before it has begun anything, :meth:`end` or :meth:`leave` ends its
+    requests and frees the session, once; nothing begins after that.  To be called between steps, like the session's
+    state.
     """
 
     def __init__(self, state: SessionState) -> None:
@@ -200,6 +202,14 @@ class Call:
         return asked
 
     def end(self) -> None:
+        """The caller has heard all there is: an answer becomes part of the session."""
+        self._end(heard=True)
+
+    def leave(self) -> None:
+        """The caller went away: an answer is taken back, however far it has come by now."""
+        self._end(heard=False)
+
+    def _end(self, heard: bool) -> None:
         if self.ended:
             return
         self.ended = True
@@ -207,7 +217,7 @@ class Call:
             self.state.engine.abort(request)
         if self._answer is not None:
             self.state.engine.abort(self._answer)
-            self.state.end(self._answer)
+            self.state.end(self._answer, heard)
         elif self._holds:
             self.state.busy = False
 
