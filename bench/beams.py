@@ -23,6 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import loads  # noqa: E402
 from common import Length, save, shared_chats, table, verdict  # noqa: E402
 from oversubscribe import VOCAB, Counting  # noqa: E402
+from plain import Transformers  # noqa: E402
 
 from octavo import LLM, SamplingParams  # noqa: E402
 from octavo.clock import RealClock  # noqa: E402
@@ -36,41 +37,8 @@ from octavo.paging.kv import KV  # noqa: E402
 PAPER = {"beams": ("37.6-55.2", "44.3-66.3"), "samples": ("6.1-9.8", "16.2-30.5")}
 
 
-class Peer:
-    """transformers, float32, on the same file."""
-
-    def __init__(self, path: Path, threads: int) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        torch.set_num_threads(threads)
-        self.torch = torch
-        self.model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-        self.model.train(False)
-        self.model.generation_config.eos_token_id = None
-
-    def search(self, prompt: list[int], width: int, count: int) -> tuple[list[int], float]:
-        torch = self.torch
-        ids = torch.tensor([prompt])
-        with torch.inference_mode():
-            out = self.model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                num_beams=width,
-                max_new_tokens=count,
-                do_sample=False,
-                pad_token_id=0,
-                return_dict_in_generate=True,
-                output_scores=True,
-            )
-        return out.sequences[0, len(prompt) :].tolist(), float(out.sequences_scores[0])
-
-
 def speed(llm: LLM, prompt_of: Any, given: argparse.Namespace) -> dict[str, Any]:
-    peer = Peer(Path(find(given.model)), given.peer_threads or given.threads)
+    peer = Transformers(Path(find(given.model)), given.peer_threads or given.threads)
     ours: list[float] = []
     theirs: list[float] = []
     same, gaps = 0, []

@@ -20,6 +20,7 @@ from typing import Any
 
 import loads
 import peer
+import plain
 
 import octavo
 from octavo import LLM
@@ -47,6 +48,9 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--peer-server", type=Path, metavar="PATH", help="llama.cpp's llama-server binary")
     p.add_argument("--peer-slots", type=int, help="slots of the peer on chat64 (default: the best of several setups)")
     p.add_argument("--peer-split-kv", action="store_true", help="with --peer-slots: a KV cache for each slot")
+    p.add_argument(
+        "--transformers", type=int, metavar="N", help="also N of chat64's requests by transformers in float32"
+    )
     p.add_argument("--no-start", action="store_true", help="leave out the time from process start to first token")
     return p.parse_args()
 
@@ -55,6 +59,8 @@ def main() -> int:
     given = arguments()
     if given.rounds < 1:
         raise SystemExit("error: --rounds must be at least 1")
+    if given.transformers is not None and not 1 <= given.transformers <= 64:
+        raise SystemExit("error: --transformers must be in [1, 64]")
     threads = given.threads or choose_threads().count
     report: dict[str, Any] = {
         "octavo": octavo.__version__,
@@ -74,6 +80,8 @@ def main() -> int:
         make = loads.outside(given.loads) if given.loads else loads.own(llm.tokenizer)
         for name in given.only or loads.NAMES:
             report["loads"][name] = one_load(llm, name, make, given, threads)
+        if given.transformers:
+            report["transformers"] = one_at_a_time(llm, make, given, threads)
         print(f"\nwaste over all loads: {100 * llm.stats().waste:.1f} % of the held slots")
     OUT.mkdir(exist_ok=True)
     path = OUT / time.strftime("%Y%m%d-%H%M%S.json")
@@ -108,6 +116,30 @@ def one_load(llm: LLM, name: str, make: loads.Maker, given: argparse.Namespace, 
     rows([(label.ljust(60), value) for label, value in line])
     sys.stdout.flush()
     return result
+
+
+def one_at_a_time(llm: LLM, make: loads.Maker, given: argparse.Namespace, threads: int) -> dict[str, Any]:
+    """Octavo on all of chat64 at once, transformers on some of its requests one after the other; in turn."""
+    other = plain.Transformers(find(given.model), threads)
+    other.measure([Ask(make("chat64", 0)[0].prompt, 4)])
+    ours, theirs = [], []
+    for round in range(1, given.rounds + 1):
+        load = make("chat64", round)
+        llm.reset_prefix_cache()
+        ours.append(measure(llm, load).output_rate)
+        time.sleep(0.3)  # the threads of one must not spin into the other's time
+        theirs.append(other.measure(load[:: len(load) // given.transformers][: given.transformers]).output_rate)
+        time.sleep(0.3)
+    a, b = statistics.median(ours), statistics.median(theirs)
+    shown = [
+        (f"generated, chat64, {given.transformers} requests one at a time", ""),
+        ("  transformers, float32", f"{b:,.1f} tokens/s"),
+        ("  octavo, all requests at once", f"{a:,.1f} tokens/s"),
+        ("  octavo / transformers", f"{a / b:.1f}"),
+    ]
+    print()
+    rows([(label.ljust(60), value) for label, value in shown])
+    return {"octavo": ours, "transformers": theirs}
 
 
 def warm(llm: LLM, server: peer.Server | None, load: Sequence[Ask]) -> None:

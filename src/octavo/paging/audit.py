@@ -11,7 +11,7 @@ def audit(kv: KV) -> None:
 
     Counts equal table entries; free and held sum to the pool; the free list holds just the blocks of count 0, those
     without content first; named blocks and nodes point at each other; holes are at the heads; tables of a sequence
-    have one length.
+    have one length; what a sequence may write without asking is nobody else's and has no name.
     """
     pool = kv.pool
     counts = [0] * pool.size
@@ -24,6 +24,15 @@ def audit(kv: KV) -> None:
                 if block != HOLE:
                     _check(0 <= block < pool.size, f"sequence {number}: block {block} is not of this pool")
                     counts[block] += 1
+        for table in holding.tables:
+            first = max(holding.published, holding.since // kv.block_size, table.head)
+            for block in table.ids[first : holding.until // kv.block_size]:
+                own = pool.counts[block] == 1 and pool.content[block] is None
+                _check(own, f"sequence {number} thinks block {block} its own to write")
+        if holding.planned is not None:
+            _check(
+                holding.planned == tuple(t.ids for t in holding.tables), f"sequence {number}: the plan's tables are old"
+            )
         node = holding.node
         _check(node.pins > 0, f"sequence {number}: its chain's end is not pinned")
     for block in range(pool.size):

@@ -28,15 +28,24 @@ class Match:
 
 
 class Holding:
-    """What one sequence holds: a table for each group, and where its chain of published blocks ends."""
+    """What one sequence holds: a table for each group, and where its chain of published blocks ends.
 
-    __slots__ = ("tables", "node", "published", "closed")
+    Also what most steps ask for and few change: which positions it may write without a thought, and its tables as the
+    last plan had them.  :meth:`changed` forgets both.
+    """
+
+    __slots__ = ("tables", "node", "published", "closed", "since", "until", "planned")
 
     def __init__(self, groups: int, root: Node) -> None:
         self.tables = [BlockTable() for _ in range(groups)]
         self.node = root
         self.published = 0  # blocks of the chain that `node` closes
         self.closed = False  # the chain met a colliding key: nothing further is published
+        self.changed()
+
+    def changed(self) -> None:
+        self.since = self.until = 0  # the blocks of these positions that are not published are this sequence's alone
+        self.planned: tuple[array[int], ...] | None = None
 
 
 class KV:
@@ -107,8 +116,16 @@ class KV:
         return low
 
     def tables(self, number: int) -> tuple[array[int], ...]:
-        """Copies of a sequence's tables, for a plan."""
-        return tuple(table.ids[:] for table in self.holdings[number].tables)
+        """Copies of a sequence's tables, for a plan; the same ones until the tables change."""
+        holding = self.holdings[number]
+        if holding.planned is None:
+            holding.planned = tuple([table.ids[:] for table in holding.tables])
+        return holding.planned
+
+    def writable(self, number: int, start: int, stop: int) -> bool:
+        """Whether it is known that a sequence can write start..stop-1 without taking or copying a block."""
+        holding = self.holdings[number]
+        return holding.since <= start and holding.published * self.block_size <= start and stop <= holding.until
 
     def slots(self, number: int, computed: int) -> tuple[int, int]:
         """Token slots of a sequence's blocks in all groups; and how many of them hold one of its computed tokens."""
@@ -267,6 +284,7 @@ class KV:
         What is in the host tier only is brought back into free blocks.
         """
         holding = self.holdings[sequence.number]
+        holding.changed()
         first = match.start // self.block_size
         for g, (window, table) in enumerate(zip(self.windows, holding.tables, strict=True)):
             need = self._first_needed(window, match.length)
@@ -374,13 +392,16 @@ class KV:
 
     def extend(self, sequence: Sequence, start: int, stop: int) -> None:
         """Make positions start..stop-1 writable: copy what is shared, append what is missing."""
-        pool = self.pool
-        tables = self.holdings[sequence.number].tables
+        if self.writable(sequence.number, start, stop):
+            return
+        holding, pool = self.holdings[sequence.number], self.pool
+        tables = holding.tables
         blocks = -(-stop // self.block_size)
         copied = self.to_copy(sequence.number, start, stop, pool.counts.__getitem__)
         missing = blocks - len(tables[0].ids)
         if len(copied) + max(0, missing) * self.groups > pool.free:
             raise RuntimeError(f"{sequence!r} cannot be extended to {stop}: {pool.free} blocks are free")
+        holding.changed()
         for table, b in copied:
             block = table.ids[b]
             fresh = pool.take()
@@ -391,10 +412,12 @@ class KV:
         if missing > 0:
             for table in tables:
                 table.ids.extend([pool.take() for _ in range(missing)])
+        holding.since, holding.until = start // self.block_size * self.block_size, blocks * self.block_size
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child names all of the parent's blocks."""
         source = self.holdings[parent.number]
+        source.changed()
         self.open(child)
         holding = self.holdings[child.number]
         holding.tables = [table.copy() for table in source.tables]
@@ -431,8 +454,9 @@ class KV:
     def slide(self, number: int, computed: int) -> None:
         """Free the head blocks that no window reaches from position ``computed`` on."""
         for window, table in zip(self.windows, self.holdings[number].tables, strict=True):
-            if window is not None:
-                self._free_head(table, min(self._first_needed(window, computed), len(table)))
+            if window is not None and table.head < (first := min(self._first_needed(window, computed), len(table))):
+                self._free_head(table, first)
+                self.holdings[number].planned = None
 
     def _free_head(self, table: BlockTable, first: int) -> None:
         for b in range(table.head, first):
@@ -442,7 +466,9 @@ class KV:
 
     def trim(self, number: int, to: int) -> None:
         """Give back the blocks behind position ``to``, which hold drafts only: not a sequence's tokens, unpublished."""
-        tables = self.holdings[number].tables
+        holding = self.holdings[number]
+        tables, holding.planned = holding.tables, None
+        holding.until = min(holding.until, -(-to // self.block_size) * self.block_size)
         for b in range(len(tables[0]) - 1, -(-to // self.block_size) - 1, -1):
             for table in tables:
                 if b >= table.head:
@@ -461,6 +487,7 @@ class KV:
             if min(table.head, blocks) > self._first_needed(window, to):
                 return False
         self.trim(sequence.number, to)
+        holding.changed()
         full = to // self.block_size
         if holding.published > full:
             node = holding.node

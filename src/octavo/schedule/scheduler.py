@@ -145,9 +145,8 @@ class Scheduler:
         rows = []
         for sequence, start, stop in decision.rows:
             kv.extend(sequence, start, stop)
-            if sequence.cached is None:
-                sequence.cached = 0
             if sequence.served < 0:
+                sequence.cached = sequence.cached or 0
                 sequence.miss = explain(kv, sequence, start)
             sequence.served = step
             row = self._row(sequence, start, stop, draws)
@@ -177,6 +176,9 @@ class Scheduler:
 
     def _row(self, sequence: Sequence, start: int, stop: int, draws: Draws) -> Row:
         tokens = sequence.tokens
+        if stop - start == 1 and stop == len(tokens) and not sequence.scoring:  # a decode, as most rows are
+            tables = self.kv.tables(sequence.number)
+            return Row(sequence.number, start, tokens[start:], tables, draws(sequence, NO_TOKENS))
         drafts = sequence.drafts[: max(0, stop - len(tokens))]
         last = stop >= len(tokens)
         targets, score = NO_TOKENS, -1
@@ -204,9 +206,9 @@ class _Round:
         self.draft = Draft(scheduler.kv)
         self.decision = Decision()
         rank = scheduler.policy.rank
-        self.ranked = sorted(((rank(s, now), s) for s in scheduler.running), key=lambda pair: pair[0])
         self.rank: Callable[[Sequence], Rank] = lambda s: rank(s, now)
-        self.running = [s for _, s in self.ranked]
+        moving = scheduler.policy.moving
+        self.running = sorted(scheduler.running, key=self.rank) if moving else scheduler.running[:]
         self.next = 0  # cursor into `running`: served or skipped before it
         self.end = len(self.running)  # victims have been taken from here on
         self.active = sum(not s.parked for s in self.running)  # before `end`, those that compute
@@ -239,7 +241,7 @@ class _Round:
         open_ = True  # admission closes at the first sequence that does not fit: nobody overtakes it
         while self.next < self.end or (open_ and waiting < len(queue)):
             if open_ and waiting < len(queue):
-                if self.next >= self.end or self.rank(queue[waiting]) < self.ranked[self.next][0]:
+                if self.next >= self.end or self.rank(queue[waiting]) < self.rank(self.running[self.next]):
                     open_ = self._admit(queue[waiting])
                     waiting += 1
                     continue
@@ -257,6 +259,10 @@ class _Round:
         if sequence.parked or sequence.number in self.resting or not self._room():
             return
         start, limit, attached = sequence.computed, len(sequence.tokens), 0
+        if limit - start == 1 and self.kv.writable(sequence.number, start, limit):  # a decode within its last block
+            self.left -= 1
+            self.decision.rows.append((sequence, start, limit))
+            return
         if limit - start > 1:
             match = self.kv.match(sequence)
             if match is not None and self.draft.attach_cost(sequence, match) > self.draft.free:
