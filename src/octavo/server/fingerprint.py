@@ -13,7 +13,7 @@ _TOLD = {
     "version": "version of Octavo",
     "backend": "instruction set",
     "build": "build of the kernels",
-    "weights": "weights (or tokenizer, or --max-context)",
+    "weights": "weights (or tokenizer, template, --max-context)",
     "kv_dtype": "KV type",
     "compute": "compute mode",
 }
