@@ -19,6 +19,7 @@ from octavo.core.plan import Draw, Plan, StepResult
 from octavo.engine import service
 from octavo.engine.build import Parts
 from octavo.server.app import create_app
+from octavo.server.receipts import Receipts
 from octavo.server.run import Server, bound
 from octavo.server.settings import ServerSettings
 from octavo.server.state import State
@@ -159,10 +160,14 @@ def until(true: Callable[[], Any], seconds: float = 20.0) -> None:
 
 @contextmanager
 def served(
-    llm: AsyncLLM, settings: ServerSettings | None = None, keys: Mapping[str, str] | None = None, model: str = "tiny"
+    llm: AsyncLLM,
+    settings: ServerSettings | None = None,
+    keys: Mapping[str, str] | None = None,
+    model: str = "tiny",
+    receipts: Receipts | None = None,
 ) -> Iterator[Served]:
     settings = settings or ServerSettings(port=0, access_log="off")
-    app = create_app(llm, settings, model, keys)
+    app = create_app(llm, settings, model, keys, receipts)
     listener = bound(settings)
     server = Server(app, settings)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="http", daemon=True)

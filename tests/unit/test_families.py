@@ -277,8 +277,11 @@ def test_license_and_name(folder: Path) -> None:
     assert checkpoint.name == "model" and checkpoint.folder == folder and checkpoint.metadata is None
 
 
-def test_fingerprint_knows_weights_and_tokenizer(folder: Path) -> None:
+def test_fingerprint_knows_weights_tokenizer_and_template(folder: Path) -> None:
     first = open_model(folder).fingerprint()
     assert open_model(folder).fingerprint() == first
     edit(folder / "tokenizer.json", version="9")
     assert open_model(folder).fingerprint() != first
+    second = open_model(folder).fingerprint()
+    (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    assert open_model(folder).fingerprint() != second

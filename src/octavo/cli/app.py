@@ -172,6 +172,52 @@ def serve(
     return run(model, server, engine)
 
 
+@app.command(cls=Command)
+@command
+def replay(
+    engine: Any,
+    file: Annotated[
+        str, typer.Argument(metavar="FILE", help="receipts, as JSON or JSON lines; - is stdin", show_default=False)
+    ],
+    model: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="the model (default: the one that the receipts name)")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="replay on a running server; its key is taken from OCTAVO_API_KEY")
+    ] = None,
+    only: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="only the Nth receipt of the file (may be given again)")
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", "-c", min=1, metavar="N", help="requests at a time; it changes no byte")
+    ] = 8,
+    keep_going: Annotated[bool, typer.Option("--keep-going", "-k", help="go on after one that differs")] = False,
+    anyway: Annotated[bool, typer.Option("--anyway", help="replay also where other bytes are to be expected")] = False,
+) -> int:
+    """Run recorded requests again and compare every byte.
+
+    Receipts come from `octavo serve --record FILE`, or from any client: {"path": ..., "request": ..., "response": ...}.
+    Compared are texts, token ids, log-probabilities, tool calls, finish reasons and token counts.  The exit code is 0
+    if all are the same, 1 if one differs, 2 if the receipts are of another model, build, KV type or compute mode.
+    Engine options that are not given are as recorded.
+    """
+    from octavo.cli.serve import check_extra
+
+    check_extra()
+    from octavo.cli.replay import run
+
+    return run(
+        file,
+        model=model,
+        url=url,
+        only=only or [],
+        concurrency=concurrency,
+        keep_going=keep_going,
+        anyway=anyway,
+        engine=engine,
+    )
+
+
 class _Bench(TyperGroup):
     """``octavo bench MODEL`` is ``octavo bench engine MODEL``."""
 

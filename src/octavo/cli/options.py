@@ -139,6 +139,7 @@ SERVER = (
     Flag("session_idle", "seconds after which an unused session is deleted", "S"),
     Flag("access_log", "json (a line for each request, on stderr) or off", "HOW"),
     Flag("log_prompts", "let the access log tell prompts"),
+    Flag("record", "append prompts and answers to it, as receipts that `octavo replay` checks (default: no)", "FILE"),
     Flag("tool_format", "how the model writes tool calls (default: found from its chat template)", "NAME"),
     Flag("reasoning", "auto (thoughts between think tags apart) or off", "HOW"),
     Flag(

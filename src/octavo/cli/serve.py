@@ -16,9 +16,7 @@ NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def run(model: str, server: dict[str, Any], engine: dict[str, Any]) -> int:
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'octavo[server]'")
+    check_extra()
     settings = ServerSettings(**server)
     if model in SHIPPED:
         fetch(model)
@@ -26,6 +24,13 @@ def run(model: str, server: dict[str, Any], engine: dict[str, Any]) -> int:
     from octavo.server.run import serve
 
     return serve(model, settings, engine)
+
+
+def check_extra() -> None:
+    """Raises ConfigError, with what to do, if the server's packages aren't there."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"the server needs {', '.join(missing)}: pip install 'octavo[server]'")
 
 
 def show_access_log(settings: ServerSettings) -> None:

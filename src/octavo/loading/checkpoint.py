@@ -166,14 +166,16 @@ def open_folder(folder: Path, context: int | None = None) -> Checkpoint:
             found[n] = heads[0]  # the one matrix, saved under its other name
     less_one = spec.family in NORM_LESS_ONE
     tensors = _collect(str(folder), found, where, ("inv_freq", "masked_bias"), permuted=False, less_one=less_one)
-    extra = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    texts = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model")
+    extra = ("config.json", "generation_config.json", *texts, "chat_template.jinja")
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     return Checkpoint(
         path=folder,
         format="safetensors",
         spec=spec,
         tensors=tensors,
         generation=_folder_generation(folder, config),
-        files=(*(f.path for f in files), *(folder / n for n in ("config.json", *extra) if (folder / n).is_file())),
+        files=(*(f.path for f in files), *(folder / n for n in extra if (folder / n).is_file()), *more),
         folder=folder,
         license=_card_license(folder),
         name=_name(config.get("_name_or_path")) or folder.name,

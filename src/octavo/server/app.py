@@ -11,6 +11,8 @@ import octavo
 from octavo.engine.service import AsyncLLM
 from octavo.server import chat, completions, errors, health, kvmap, metrics, models, sessions
 from octavo.server.gate import Gate
+from octavo.server.receipts import Receipts
+from octavo.server.recording import Recording
 from octavo.server.security import Guard
 from octavo.server.settings import ServerSettings
 from octavo.server.state import State
@@ -19,9 +21,16 @@ DESCRIPTION = "An OpenAI-compatible server on paged attention."
 
 
 def create_app(
-    llm: AsyncLLM, settings: ServerSettings, model: str = "model", keys: Mapping[str, str] | None = None
+    llm: AsyncLLM,
+    settings: ServerSettings,
+    model: str = "model",
+    keys: Mapping[str, str] | None = None,
+    receipts: Receipts | None = None,
 ) -> FastAPI:
-    """Routes around ``llm``, which stays the caller's to close; ``keys`` maps keys to their owners' names."""
+    """Routes around ``llm``; ``keys`` maps keys to their owners' names.
+
+    ``llm`` and the file of ``receipts``, if there is to be one, stay the caller's to close.
+    """
     app = FastAPI(title="Octavo", version=octavo.__version__, description=DESCRIPTION, docs_url=None, redoc_url=None)
     state = app.state.octavo = State(llm, settings, model)
     errors.install(app)
@@ -31,6 +40,8 @@ def create_app(
         state.recorder = kvmap.record(llm)
         mode = settings.map or "text"  # texts are told only to who has a key, or is on this machine
         app.include_router(kvmap.router(llm, state.recorder, mode, model=state.model, keyed=bool(keys)))
+    if receipts is not None:
+        app.add_middleware(Recording, state=state, receipts=receipts)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -7,6 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from octavo.errors import RequestError
 from octavo.server import to_request
 from octavo.server.answers import Answers, Piece
 from octavo.server.generation import Generation
@@ -26,6 +27,8 @@ async def completions(body: CompletionBody, http: Request) -> Response:
     body.report_unknown("/v1/completions")
     asked = to_request.completion(body, state.settings, user_of(http))
     prompts = to_request.prompts(body.prompt, state.settings)
+    if asked.seeds and len(asked.seeds) != len(prompts):
+        raise RequestError(f"seeds holds {len(asked.seeds)}, for {len(prompts)} prompts", "seeds")
     generation = Generation(state, asked)
     await begun(generation, http, prompts, add_special=body.add_special_tokens is not False)
     answers = Answers(generation, TokenNames(state.llm.tokenizer), TextLogprobs)

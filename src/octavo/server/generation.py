@@ -65,6 +65,7 @@ class Generation:
             request = asked.request(
                 state.llm.parts.intake,
                 tokens,
+                seed=asked.seeds[index] if asked.seeds else None,
                 id=request_id if len(prompts) == 1 else f"{request_id}-{index}",
                 sink=mailbox.sink(partial(self._receive, index)),
             )
@@ -143,6 +144,11 @@ class Generation:
                 return []
             self._news.clear()
             await self._news.wait()
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the answer came, and no error."""
+        return self._error is None and not self._open and bool(self.requests)
 
     # ---- the end ---------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from octavo.engine.service import AsyncLLM
 from octavo.errors import ConfigError
 from octavo.server.app import create_app
+from octavo.server.receipts import Receipts
 from octavo.server.settings import KEY_VARIABLE, ServerSettings
 from octavo.server.state import State
 
@@ -33,8 +34,11 @@ def serve(model: str, settings: ServerSettings, engine: dict[str, Any]) -> int:
     keys = settings.keys()
     check_exposure(settings, bool(keys))
     raise_file_limit()
-    with bound(settings) as listener, AsyncLLM(model, progress=True, **engine) as llm:
-        app = create_app(llm, settings, model, keys)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(bound(settings))
+        receipts = stack.enter_context(Receipts(settings.record)) if settings.record is not None else None
+        llm = stack.enter_context(AsyncLLM(model, progress=True, **engine))
+        app = create_app(llm, settings, model, keys, receipts)
         state: State = app.state.octavo
         url = url_of(settings.host, listener.getsockname()[1])
         print(welcome(url, state, bool(keys)), file=sys.stderr, flush=True)

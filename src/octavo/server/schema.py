@@ -134,6 +134,7 @@ class CompletionBody(Generating):
     """POST /v1/completions"""
 
     prompt: Prompts
+    seeds: Tokens = Field(None, description="a seed for each prompt, in place of one for all")
     best_of: Integer = None
     echo: Flag = None
     logprobs: Integer = None

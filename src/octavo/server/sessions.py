@@ -92,6 +92,7 @@ async def generate(id: str, body: ContinueBody, http: Request) -> Response:
         ("stream", asked.stream),
         ("echo", asked.echo),
         ("n", asked.n > 1),
+        ("seeds", bool(asked.seeds)),
         ("best_of", asked.params.branches > 1),
         ("use_beam_search", asked.beam is not None),
     ):

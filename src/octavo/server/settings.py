@@ -49,6 +49,7 @@ class ServerSettings:
       ``max_stops``: stop strings; ``max_logprobs``: log-probabilities a token
     - ``max_sessions``: sessions at a time; ``session_idle``: seconds after which an unused one is deleted
     - ``access_log``: "json" (one line a request, on stderr) or "off"; ``log_prompts``: whether it tells prompts
+    - ``record``: a file that each whole answer is appended to, with its request: receipts for ``octavo replay``
     - ``tool_format``: the model's way of writing tool calls; None: found from its chat template
     - ``reasoning``: "auto" (apart, where the model's template knows think tags) or "off"
     - ``map``: what the live map shows: "off", "shape" or "text"; None: text on loopback or with keys, else shape
@@ -75,6 +76,7 @@ class ServerSettings:
     session_idle: float = 600.0
     access_log: str = "json"
     log_prompts: bool = False
+    record: str | None = None
     tool_format: str | None = None
     reasoning: str = "auto"
     map: str | None = None

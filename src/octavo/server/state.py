@@ -13,6 +13,7 @@ from octavo.engine.service import AsyncLLM
 from octavo.execute.executor import LocalExecutor
 from octavo.server.admission import Admission
 from octavo.server.errors import ApiError
+from octavo.server.fingerprint import Fingerprint
 from octavo.server.metrics import Metrics
 from octavo.server.parsing import Tooling
 from octavo.server.registry import Sessions
@@ -35,7 +36,7 @@ class State:
         self.model = settings.served_model_name or name_of(model)
         self.root = model
         self.created = int(time.time())
-        self.fingerprint = system_fingerprint(llm)
+        self.fingerprint = str(system_fingerprint(llm))
         self.admission = Admission(
             llm.parts.config.max_running, settings.max_waiting, settings.max_waiting_tokens, self.now
         )
@@ -72,14 +73,15 @@ def name_of(model: str) -> str:
     return path.stem if path.suffix == ".gguf" else path.name or model
 
 
-def system_fingerprint(llm: AsyncLLM) -> str:
-    """Names what decides an answer's bytes besides the request: build, weights, KV type, compute mode."""
+def system_fingerprint(llm: AsyncLLM) -> Fingerprint:
+    """What decides an answer's bytes besides the request."""
     parts = llm.parts
     executor = parts.engine.executor
     if not isinstance(executor, LocalExecutor):  # a scripted one: there are no weights
-        return f"octavo-{octavo.__version__}"
+        return Fingerprint(octavo.__version__)
     backend = executor.backend
     build = hashlib.blake2b(backend.build.encode(), digest_size=4).hexdigest()
     weights = fingerprint(parts.checkpoint)[:8]
-    kinds = f"{parts.config.kv_dtype}-{parts.config.compute}"
-    return f"octavo-{octavo.__version__}-{backend.name}-{build}-w{weights}-{kinds}"
+    config = parts.config
+    name = backend.name.removesuffix(f"-{config.compute}")  # it is named by itself
+    return Fingerprint(octavo.__version__, name, build, weights, config.kv_dtype, config.compute)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from octavo.core.guide import Guide
@@ -68,6 +68,7 @@ class Asked:
     priority: int = 0
     user: str = ""
     cache_salt: str | None = None
+    seeds: tuple[int, ...] = ()  # one for each prompt, in place of one for all
 
     @property
     def sequences(self) -> int:
@@ -78,11 +79,12 @@ class Asked:
         """Whether more is computed than told, so that nothing can be told before the end."""
         return self.beam is not None or self.params.branches > self.n
 
-    def request(self, intake: Intake, prompt: array[int], **given: Any) -> Request:
-        """One prompt's request.  Raises RequestError."""
+    def request(self, intake: Intake, prompt: array[int], *, seed: int | None = None, **given: Any) -> Request:
+        """One prompt's request, with a seed of its own if it has one.  Raises RequestError."""
         outer = {"priority": self.priority, "user": self.user, "cache_salt": self.cache_salt, **given}
         if self.beam is None:
-            return intake.request(prompt, self.params, **outer)
+            params = self.params if seed is None else replace(self.params, seed=seed)
+            return intake.request(prompt, params, **outer)
         most = self.params.max_tokens
         if most is None:
             most = max(1, min(intake.context, intake.longest) - len(prompt))
@@ -115,7 +117,8 @@ def completion(body: CompletionBody, settings: ServerSettings, user: str) -> Ask
     values["logprobs"] = body.logprobs
     if echo and body.prompt_logprobs is None and (body.logprobs is not None or values["max_tokens"] == 0):
         values["prompt_logprobs"] = body.logprobs or 0
-    return _asked(body, values, body.logprobs, settings, user, echo=echo)
+    asked = _asked(body, values, body.logprobs, settings, user, echo=echo)
+    return asked if body.seeds is None else replace(asked, seeds=_seeds(body))
 
 
 def chat(body: ChatBody, settings: ServerSettings, user: str, calls: Guide | None = None, marks: bool = False) -> Asked:
@@ -253,6 +256,16 @@ def prompts(value: Any, settings: ServerSettings) -> list[Any]:
         if not isinstance(item, (str, list)):
             raise RequestError(f"prompt[{i}] must be text or a list of token ids, not {_kind(item)}", f"prompt[{i}]")
     return value
+
+
+def _seeds(body: CompletionBody) -> tuple[int, ...]:
+    """A seed for each prompt."""
+    if body.seed is not None:
+        raise RequestError("seeds: only one of seed and seeds can be given", "seeds")
+    seeds = body.seeds
+    if not isinstance(seeds, list) or not all(isinstance(s, int) and not isinstance(s, bool) for s in seeds):
+        raise RequestError("seeds must be a list of integers", "seeds")
+    return tuple(seeds)
 
 
 def _kind(value: Any) -> str:
