@@ -319,6 +319,53 @@ def test_ten_thousand_blocks_are_smooth(monkeypatch: pytest.MonkeyPatch, opened:
         until(lambda: not running_server.llm.parts.engine.busy, 60)
 
 
+# Counts cells in place of milliseconds: those that each showing of the pool draws, and those whose look has changed.
+COUNTING = """() => {
+  const grid = octavo.grid, draw = grid.draw, show = grid.show;
+  const told = octavo.told = { shows: [], cells: 0 };
+  grid.draw = (...given) => { told.cells++; draw(...given); };
+  grid.show = (looks) => {
+    let changed = 0;
+    for (let i = 0; i < looks.length; i++) changed += looks[i] !== grid.drawn[i];
+    const before = told.cells;
+    show.call(grid, looks);
+    told.shows.push({ drawn: told.cells - before, changed });
+  };
+}"""
+
+
+def test_an_update_draws_only_what_has_changed(monkeypatch: pytest.MonkeyPatch, opened: Opened) -> None:
+    """64 sequences in 10,000 blocks, and an update draws the few cells that they have filled since the one before."""
+    with paced(monkeypatch, pool=10_000, block_size=4, budget=2048, max_running=64) as server:
+        threads = []
+        for i in range(16):
+            body = {"messages": user(f"q{i}"), "n": 4, "max_tokens": 250}
+            threads.append(threading.Thread(target=server.post, args=("/v1/chat/completions", body)))
+            threads[-1].start()
+        page = opened(server)
+        come_true(page, "octavo.shown?.sequences.length >= 64")
+        page.evaluate(COUNTING)
+        come_true(page, "octavo.told.shows.length >= 12")
+        shows = page.evaluate("octavo.told.shows")
+        assert all(show["drawn"] == show["changed"] for show in shows)
+        assert any(show["drawn"] for show in shows)
+        # Of 10,000 cells; a frame is some steps, and a step changes a cell or two of a sequence.
+        assert sorted(show["drawn"] for show in shows)[len(shows) // 2] < 1000, shows
+        for thread in threads:
+            thread.join()
+        server.settled()
+        # At rest nothing is drawn again, wherever one points, and lighting cells up draws none of them.
+        page.wait_for_timeout(600)
+        cells = page.evaluate("octavo.told.cells")
+        page.hover("#pool-field", position={"x": 40, "y": 40})
+        page.hover("#pool-field", position={"x": 80, "y": 60})
+        page.wait_for_timeout(300)
+        assert page.evaluate("octavo.told.cells") == cells
+        # A new layout is the one thing that draws them all.
+        page.evaluate("octavo.grid.layout()")
+        assert page.evaluate("octavo.told.cells") == cells + 10_000
+
+
 def test_a_model_without_a_chat_template_is_asked_in_plain_text(
     monkeypatch: pytest.MonkeyPatch, opened: Opened
 ) -> None:

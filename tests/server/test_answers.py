@@ -272,5 +272,21 @@ def test_extra_fields(server: Served) -> None:
     assert answer["prompt_logprobs"][1][str(ids[1])]["decoded_token"] == "f"
     longer = server.ask(TEXT, prompt="<fruit>", max_tokens=40, ignore_eos=True, min_tokens=30)
     assert longer["usage"]["completion_tokens"] == 40
-    salted = server.ask(TEXT, prompt="<fruit>" * 9, max_tokens=1, cache_salt="mine")["usage"]
-    assert salted["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+def test_a_salt_keeps_prefixes_apart(server: Served) -> None:
+    def cached(**given: Any) -> int:
+        usage = server.ask(TEXT, prompt="salt and pepper" * 3 + "<fruit>", max_tokens=1, **given)["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached(), cached(), cached(cache_salt="mine"), cached(cache_salt="mine"), cached(cache_salt="other")] == [
+        0, 48, 0, 48, 0,
+    ]  # fmt: skip
+
+
+def test_min_tokens_hold_the_end_back(server: Served) -> None:
+    length = len(ANSWERS["fruit"])
+    for path, body in ((TEXT, {"prompt": "<fruit>"}), (CHAT, {"messages": user("fruit")})):
+        free, held = (server.ask(path, **body, max_tokens=60, min_tokens=least) for least in (0, 40))
+        assert free["usage"]["completion_tokens"] == length + 1 and free["choices"][0]["finish_reason"] == "stop"
+        assert held["usage"]["completion_tokens"] >= 40

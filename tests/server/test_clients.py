@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,6 +139,7 @@ SCHEMA = {
         ({"guided_regex": "[0-9]{3}-[0-9]{4}"}, str),
         ({"structured_outputs": {"grammar": 'start: "a" "b"+ "c"'}, "max_tokens": 12, "ignore_eos": False}, str),
         ({"response_format": {"type": "text"}}, str),
+        ({"top_k": 1, "temperature": 1}, str),
     ],
 )
 def test_r40_answers_of_a_given_form(extra: dict[str, Any], right: type, server: Served) -> None:
@@ -196,6 +199,46 @@ def test_r39_scores_of_a_prompt_are_transformers(most: int, server: Served, tiny
                     assert choice["text"][offset : offset + len(token)] == token
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("extra", "form"),
+    [
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_regex": "[0-9]{3}-[0-9]{4}"}, "[0-9]{3}-[0-9]{4}"),
+        ({"guided_grammar": 'start: "a" "b" "c"'}, "abc"),
+        ({"structured_outputs": {"choice": ["one", "two"]}}, "one|two"),
+        ({"guided_json": {"enum": [17]}}, "17"),
+    ],
+)
+def test_completions_of_a_given_form(extra: dict[str, Any], form: str, stream: bool, server: Served) -> None:
+    body = {"prompt": "Who?", "temperature": 0, "max_tokens": 30, **extra}
+    if stream:
+        text = "".join(chunk["choices"][0]["text"] for chunk in server.chunks(TEXT, **body))
+    else:
+        text = server.ask(TEXT, **body)["choices"][0]["text"]
+    assert re.fullmatch(form, text)
+
+
+def test_logit_bias_decides(server: Served) -> None:
+    usual = server.ask(TEXT, prompt="The sea", temperature=0, max_tokens=1, return_token_ids=True)["choices"][0]
+    token = usual["token_ids"][0]
+    banned = {"prompt": "The sea", "temperature": 0, "max_tokens": 6, "ignore_eos": True, "return_token_ids": True}
+    ids = server.ask(TEXT, **banned, logit_bias={str(token): -100})["choices"][0]["token_ids"]
+    assert token not in ids
+    assert server.ask(TEXT, **banned, logit_bias={"77": 100})["choices"][0]["token_ids"] == [77] * 6
+
+
+def test_best_of_are_the_offline_engines(server: Served, folder: Path) -> None:
+    body = {"prompt": "The sea", "best_of": 4, "n": 2, "max_tokens": 8, "temperature": 1, "seed": 3}
+    choices = server.ask(TEXT, **body)["choices"]
+    params = SamplingParams(best_of=4, n=2, max_tokens=8, temperature=1.0, seed=3)
+    with LLM(str(folder), threads=1, kv_blocks=256, kv_dtype="float32", compute="exact") as llm:
+        best = llm.generate("The sea", params)[0].outputs
+        others = llm.generate("The sea", replace(params, n=4))[0].outputs
+    assert [c["text"] for c in choices] == [o.text for o in best] and choices[0]["logprobs"] is None
+    assert {o.text for o in best} < {o.text for o in others}
+
+
 def test_beams_over_http(server: Served, folder: Path) -> None:
     body = {"prompt": "The sea", "use_beam_search": True, "beam_width": 4, "n": 2, "max_tokens": 8}
     choices = server.ask(TEXT, **body)["choices"]
@@ -212,6 +255,7 @@ def test_sessions_over_http(server: Served) -> None:
     assert added["length"] == length + added["added"]
     answer = server.ask(path + "/generate", temperature=0, max_tokens=6)
     assert answer["choices"][0]["finish_reason"] == "length" and answer["length"] == added["length"] + 6
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
     text = server.http.get(path).json()["text"]
     assert text == "Q: What is it? A: It is" + answer["choices"][0]["text"]
     assert server.ask(path + "/rewind", to=added["length"])["length"] == added["length"]
@@ -236,3 +280,13 @@ def test_idle_sessions_go(folder: Path) -> None:
         own.ask(f"/v1/sessions/{ids[0]}/generate", max_tokens=4)
         until(lambda: not own.state.sessions.kept, 10)
         until(lambda: not llm.parts.engine.kv.holdings)
+
+
+def test_a_session_is_its_key_owners(folder: Path) -> None:
+    with tiny_llm(folder) as llm, served(llm, keys={"key-of-alice": "alice", "key-of-bob": "bob"}) as own:
+        alice, bob = ({"Authorization": f"Bearer key-of-{name}"} for name in ("alice", "bob"))
+        path = "/v1/sessions/" + own.post("/v1/sessions", {"prompt": "Dear diary"}, headers=alice).json()["id"]
+        assert own.http.get(path, headers=alice).json()["text"] == "Dear diary"
+        assert own.http.get(path, headers=bob).status_code == own.http.delete(path, headers=bob).status_code == 404
+        assert own.error(path + "/generate", {}, 404, headers=bob)["param"] == "id"
+        assert own.http.delete(path, headers=alice).json()["deleted"]

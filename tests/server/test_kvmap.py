@@ -96,6 +96,33 @@ def test_history_and_stream_tell_the_same_frames(server: Served) -> None:
     assert [f.serial for f in shown[-2:]] == [past[-2].serial, past[-1].serial]
 
 
+def test_history_alone_asks_little_of_the_engine(server: Served) -> None:
+    """While nobody looks: four snapshots a second, however many steps there are, and no other order between them."""
+    orders, taken = 0, 0
+    service, recorder = server.llm.service, server.state.recorder
+    assert recorder is not None
+    order, take = service.order, recorder.take
+
+    def counted(work: Any) -> None:
+        nonlocal orders
+        orders += 1
+        order(work)
+
+    def counted_take() -> Any:
+        nonlocal taken
+        taken += 1
+        return take()
+
+    service.order, recorder.take = counted, counted_take  # type: ignore[method-assign]
+    steps, began = server.llm.stats().counters.steps, time.monotonic()
+    with Asking(server):
+        pass
+    server.settled()
+    seconds, steps = time.monotonic() - began, server.llm.stats().counters.steps - steps
+    assert steps > 250 and 1 <= taken <= 4 * seconds + 2
+    assert orders == taken + 1  # the request itself
+
+
 def test_a_stream_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     with scripted(ANSWERS, monkeypatch) as (llm, _, _):
         with served(llm) as running:

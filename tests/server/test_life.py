@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 import time
@@ -60,9 +61,13 @@ def test_r14_a_client_that_leaves_frees_its_blocks(when: str, stream: bool, monk
         assert server.ask(CHAT, messages=user("short"))["choices"][0]["message"]["content"] == "yes"
 
 
-def test_r70_what_goes_beyond_the_queue_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_r70_what_goes_beyond_the_queue_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """R70: 2 running + 3 waiting, 50 at once: 45 are told to come back, quickly; the others finish."""
-    with scripted(LONG, monkeypatch, max_running=2) as (llm, _, steps), served(llm, settings(max_waiting=3)) as server:
+    caplog.set_level(logging.INFO, "octavo.access")
+    limits = settings(max_waiting=3, access_log="json")
+    with scripted(LONG, monkeypatch, max_running=2) as (llm, _, steps), served(llm, limits) as server:
         steps.hold()
         with ThreadPoolExecutor(50) as pool:
 
@@ -80,6 +85,9 @@ def test_r70_what_goes_beyond_the_queue_is_refused_at_once(monkeypatch: pytest.M
             answers = [f.result() for f in asked]
         refused = [(a, seconds) for a, seconds in answers if a.status_code == 429]
         assert len(refused) == 45 and sorted(s for _, s in refused)[22] < 1  # 50 threads start on a busy machine
+        lines = [json.loads(r.message) for r in caplog.records if r.name == "octavo.access"]
+        told = sorted(line["seconds"] for line in lines if line["status"] == 429)
+        assert len(told) == 45 and told[-1] < 0.1, "the server's own time for a refusal"
         for answer, _ in refused:
             assert int(answer.headers["retry-after"]) >= 1
             assert answer.json()["error"]["type"] == "rate_limit_error"

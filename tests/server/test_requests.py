@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -267,6 +271,83 @@ def test_keys(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture)
         assert "sk-" not in caplog.text and "fruit" not in caplog.text
 
 
+def test_a_key_is_compared_with_all_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found first, last or not at all: as many comparisons, by the function that is made for it, of equal lengths."""
+    from octavo.server import security
+    from octavo.server.errors import ApiError
+
+    compared: list[tuple[int, int]] = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((len(a), len(b)))
+        return a == b
+
+    monkeypatch.setattr(security.hmac, "compare_digest", compare)
+    guard = security.Guard(ServerSettings(), {"sk-first-key": "a", "sk-second-key": "b", "sk-the-third-key": "c"})
+    for key, owner in (("sk-first-key", "a"), ("sk-the-third-key", "c"), ("sk", None), ("x" * 500, None)):
+        compared.clear()
+        headers = {b"host": b"localhost", b"authorization": f"Bearer {key}".encode()}
+        try:
+            assert guard.check("GET", "/v1/models", headers) == owner
+        except ApiError as error:
+            assert owner is None and error.status == 401
+        assert compared == [(32, 32)] * 3
+
+
+def test_prompts_are_logged_only_if_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    for asked in (False, True):
+        settings = ServerSettings(port=0, log_prompts=asked)
+        with scripted(ANSWERS, monkeypatch) as (llm, _, _), served(llm, settings) as own:
+            caplog.clear()
+            with caplog.at_level(logging.INFO, "octavo.access"):
+                own.ask(TEXT, prompt="<fruit>", max_tokens=2)
+                until(lambda: [r for r in caplog.records if r.name == "octavo.access"])
+            (line,) = (json.loads(r.message) for r in caplog.records if r.name == "octavo.access")
+            assert line.get("prompts") == (["<fruit>"] if asked else None)
+
+
+def test_prompts_of_a_request_are_bounded(server: Served) -> None:
+    assert server.error(TEXT, {"prompt": ["x"] * 1025})["param"] == "prompt"
+    assert "1024" in server.error(TEXT, {"prompt": [[1]] * 1025})["message"]
+
+
+def test_the_limit_of_open_files_is_raised() -> None:
+    """In a process of its own, which begins with a low limit."""
+    program = (
+        "import resource; from octavo.server.run import raise_file_limit\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); raise_file_limit()\n"
+        "soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]\n"
+        "assert soft == (65536 if hard == resource.RLIM_INFINITY else hard), (soft, hard)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_priority_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"policy": "priority", "max_running": 1}
+    with scripted(ANSWERS, monkeypatch, **given) as (llm, _, steps), served(llm) as own:
+        steps.hold()
+        ended: list[int] = []
+
+        def ask(priority: int) -> None:
+            own.ask(CHAT, messages=user("fruit"), priority=priority)
+            ended.append(priority)
+
+        def waits(count: int) -> bool:
+            return own.state.admission.sequences == count
+
+        threads = [threading.Thread(target=ask, args=(p,)) for p in (3, 9, 1, 5)]
+        for i, thread in enumerate(threads):
+            thread.start()
+            until(partial(waits, i + 1))
+        steps.delay = 0.002
+        steps.free.set()
+        for thread in threads:
+            thread.join()
+        assert [p for p in ended if p != 3] == [1, 5, 9]  # the first may be running by then
+
+
 def test_keys_from_files_and_the_environment(tmp_path: Any) -> None:
     file = tmp_path / "keys"
     file.write_text("# ours\nalice sk-alice-1\n\nsk-nameless\n")
@@ -353,8 +434,6 @@ def test_r52_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
         before = scrape()
         assert blocks("free") == 400 and blocks("used") == blocks("cached") == 0
         steps.delay = 0.002
-        import threading
-
         thread = threading.Thread(target=own.ask, args=(CHAT,), kwargs={"messages": user("long")})
         thread.start()
         until(lambda: steps.done > 30)
@@ -384,3 +463,31 @@ def test_r52_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
             assert f'vllm:{name}_total{{model_name="tiny"}}' in after
         for name in ("kv_copies", "swaps", "recomputes", "kv_evictions", "requests_refused"):
             assert f'octavo:{name}_total{{model_name="tiny"}}' in after
+
+
+def test_r52_preemptions_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R52: under memory pressure, what the scheduler had to do can be scraped, before, during and after."""
+    given: dict[str, Any] = {"pool": 20, "block_size": 4, "swap": 12}
+    with scripted({"long": "x" * 40}, monkeypatch, **given) as (llm, _, _), served(llm) as own:
+        names = ("num_preemptions_total", "swaps_total", "recomputes_total", "kv_demotions_total")
+
+        def scrape() -> dict[str, float]:
+            return {name: own.metric(f"octavo:{name}") for name in names}
+
+        assert set(scrape().values()) == {0.0}
+        body = {"prompt": "<long>", "max_tokens": 40, "n": 6}
+        thread = threading.Thread(target=own.ask, args=(TEXT,), kwargs=body)
+        thread.start()
+        last = scrape()
+        while thread.is_alive():
+            now = scrape()
+            assert all(now[name] >= last[name] for name in names)
+            last = now
+        thread.join()
+        own.settled()
+        found, counters = scrape(), llm.stats().counters
+        assert found["num_preemptions_total"] == counters.preemptions == own.metric("vllm:num_preemptions_total") > 0
+        assert found["swaps_total"] + found["recomputes_total"] == counters.preemptions
+        assert own.metric('octavo:kv_blocks{state="used",tier="device"}') == 0
+        assert own.metric('octavo:kv_blocks{state="used",tier="host"}') == 0
+        assert own.metric("octavo:num_requests_waiting") == 0

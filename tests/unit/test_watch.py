@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from engines import Rig, ids
 from frames import Unfolded, unfold
 from octavo.errors import EngineError
-from octavo.watch.recorder import KEY_EVERY, Recorder
+from octavo.watch.recorder import KEY_EVERY, SHARE, Recorder
 from octavo.watch.snapshot import MOVING, OWN, RUNNING, SWAPPED, Snapshot, encode, snapshot
 
 
@@ -85,6 +87,81 @@ def test_what_happened_is_told_even_if_the_pool_looks_the_same() -> None:
     now = taken(rig)
     assert now.shows_the_same(replace(now, time=5.0))
     assert not now.shows_the_same(replace(now, figures={**now.figures, "steps": 3.0}))
+
+
+# ---- what it costs: work is counted, since the time that it takes depends on who else is on the machine --------------
+
+
+def calls(work: Callable[[], Any]) -> int:
+    """Functions, Python's and C's, that are called meanwhile."""
+    count = 0
+
+    def hear(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(hear)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def loaded(sequences: int, tokens: int, pool: int) -> Rig:
+    rig = Rig(pool=pool, block_size=4, budget=100_000, max_running=256, context=10_000, blind=True)
+    for i in range(sequences):
+        rig.add(ids(tokens, i), 50)
+    for _ in range(3):
+        rig.engine.step()
+    assert len(rig.engine.scheduler.running) == sequences
+    return rig
+
+
+def test_a_snapshot_is_as_much_work_for_any_number_of_blocks() -> None:
+    """It copies the pool and each table whole: ten times the blocks are not one call more."""
+    few, many = (loaded(8, tokens, pool) for tokens, pool in ((20, 1000), (2000, 10_000)))
+    assert calls(lambda: taken(few)) == calls(lambda: taken(many))
+
+
+def test_a_snapshot_is_a_dozen_calls_a_sequence() -> None:
+    few, many = loaded(8, 20, 1000), loaded(64, 20, 1000)
+    assert calls(lambda: taken(many)) - calls(lambda: taken(few)) <= 12 * (64 - 8)
+
+
+def test_a_frame_is_as_much_work_for_any_number_of_blocks() -> None:
+    counts = []
+    for tokens, pool in ((20, 1000), (2000, 10_000)):
+        rig = loaded(8, tokens, pool)
+        before = taken(rig)
+        rig.engine.step()
+        now = taken(rig)
+        counts.append(calls(partial(encode, now, before, 2)))
+    assert counts[0] == counts[1]
+
+
+def test_copies_that_take_long_are_made_rarely() -> None:
+    """So rarely that they take no more than their share of the engine's time."""
+    bench = Bench(slow=0.001, fast=0.001)
+    take = bench.recorder.take
+
+    def slow() -> Snapshot:
+        end = time.thread_time() + 0.004
+        while time.thread_time() < end:
+            pass
+        return take()
+
+    bench.recorder.take = slow
+    bench.step()
+    assert bench.recorder._pause() >= 0.004 / SHARE
+    count = bench.taken
+    began = time.monotonic()
+    while time.monotonic() - began < 0.3:
+        with bench.lock:
+            bench.rig.engine.counters.steps += 1  # it works all the time
+        time.sleep(0.005)
+    assert bench.taken <= count + 2  # of some 300 that it would make
+    bench.recorder.close()
 
 
 # ---- the recorder --------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from octavo.errors import ConfigError
 
 HEAD_LIMIT = 64 * 1024
 PLAIN_LIMIT = 4 * 1024 * 1024
+READ = 16 * 1024
 
 Take = Callable[[bytes], None]
 
@@ -140,13 +141,16 @@ def _reason(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.BufferedProtocol):
     """Owns: one socket and what came from it but is not yet understood.
 
     Promises: ``exchange`` ends exactly once: with the whole answer, with Broken, or cancelled.
     """
 
     def __init__(self) -> None:
+        self._room = memoryview(
+            bytearray(READ)
+        )  # to read into: fresh memory for each read would cost more than the read
         self._buffer = bytearray()
         self._waiter: asyncio.Future[Reply] | None = None
         self._lost = False
@@ -174,12 +178,15 @@ class Connection(asyncio.Protocol):
 
     # ---- what comes from the socket --------------------------------------------------------------------------------
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._room
+
+    def buffer_updated(self, nbytes: int) -> None:
         if self._waiter is None or self._waiter.done():
             self.reusable = False  # bytes that nobody asked for
             return
         self.silent = False
-        self._buffer += data
+        self._buffer += self._room[:nbytes]
         try:
             if self._reply is None and not self._head():
                 return

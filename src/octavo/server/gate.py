@@ -43,6 +43,7 @@ class Gate:
         given = headers.get(b"x-request-id", b"")
         id = given if _ID.fullmatch(given) else b"req-" + secrets.token_hex(12).encode()
         scope["octavo.request_id"] = id.decode()
+        scope["octavo.send"] = send  # for an answer that has begun, a piece at a time
         status = 0
 
         async def sent(message: Message) -> None:

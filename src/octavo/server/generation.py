@@ -46,7 +46,7 @@ class Generation:
         self._told: Told = []
         self._open = 0
         self._error: BaseException | None = None
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # waits for news
         self._watch: asyncio.Task[None] | None = None
         self._limit: asyncio.TimerHandle | None = None
         self._began = state.now()
@@ -127,7 +127,7 @@ class Generation:
             self._last[key] = now
             self.generated += len(event.tokens)
             self._told.append((index, event))
-        self._news.set()
+        self._wake()
 
     async def take(self) -> Told:
         """What is new, joined for each branch; empty when all has been told.
@@ -142,8 +142,13 @@ class Generation:
                 return told if len(told) == 1 else joined(told)
             if not self._open:
                 return []
-            self._news.clear()
-            await self._news.wait()
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+
+    def _wake(self) -> None:
+        reader = self._reader
+        if reader is not None and not reader.done():
+            reader.set_result(None)
 
     @property
     def whole(self) -> bool:
@@ -157,7 +162,7 @@ class Generation:
         if self._error is None and self._open:
             self._error = error
             self._abort()
-            self._news.set()
+            self._wake()
 
     def end(self) -> None:
         """The reader is done, or gone: what still runs is taken back."""

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request, Response
 from octavo.engine.async_session import AsyncSession
 from octavo.errors import RequestError
 from octavo.server import to_request
+from octavo.server.answers import Usage
 from octavo.server.errors import ApiError
 from octavo.server.generation import ClientLeft
 from octavo.server.routing import json_answer, left, state_of, user_of
@@ -109,11 +110,7 @@ async def generate(id: str, body: ContinueBody, http: Request) -> Response:
             places[0].leave()
         output = working.result()
         answer = output.outputs[0]
-        usage = {
-            "prompt_tokens": len(output.prompt_token_ids),
-            "completion_tokens": len(answer.token_ids),
-            "total_tokens": len(output.prompt_token_ids) + len(answer.token_ids),
-        }
+        usage = Usage(len(output.prompt_token_ids), output.num_cached_tokens, len(answer.token_ids)).body()
         choice = {"index": 0, "text": answer.text, "token_ids": answer.token_ids, "stop_reason": answer.stop_reason}
         choice["finish_reason"] = answer.finish_reason
         return json_answer({**_shown(id, session), "choices": [choice], "usage": usage})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from json.encoder import encode_basestring_ascii
 from typing import Any, Protocol
@@ -66,14 +67,20 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self.answers.generation:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            chunk = self.form.chunk
-            try:
-                async for pieces in self.answers.pieces():
-                    data = chunk(pieces[0]) if len(pieces) == 1 else b"".join([chunk(piece) for piece in pieces])
+            # Waking a task walks through all that it awaits, the whole application; a task of its own is a short walk.
+            # What middleware had to add is in the head: the pieces go straight to the connection.
+            await asyncio.create_task(self._pieces(scope.get("octavo.send", send)))
+
+    async def _pieces(self, send: Send) -> None:
+        chunk = self.form.chunk
+        try:
+            async for pieces in self.answers.pieces():
+                data = chunk(pieces[0]) if len(pieces) == 1 else b"".join([chunk(piece) for piece in pieces])
+                if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-                data = self.form.last() + DONE
-            except ClientLeft:
-                return
-            except Exception as error:
-                data = event(as_api_error(error).body()) + DONE
-            await send({"type": "http.response.body", "body": data, "more_body": False})
+            data = self.form.last() + DONE
+        except ClientLeft:
+            return
+        except Exception as error:
+            data = event(as_api_error(error).body()) + DONE
+        await send({"type": "http.response.body", "body": data, "more_body": False})
