@@ -43,7 +43,7 @@ class Recording:
                 asked.append(message.get("body", b""))
             return message
 
-        async def sent(message: Message) -> None:
+        def seen(message: Message) -> None:
             nonlocal status, stream, ended
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -51,9 +51,17 @@ class Recording:
             else:
                 told.append(message.get("body", b""))
                 ended = not message.get("more_body", False)
-            await send(message)
 
-        await self.app(scope, received, sent)
+        def seeing(send: Send) -> Send:
+            async def sent(message: Message) -> None:
+                seen(message)
+                await send(message)
+
+            return sent
+
+        if "octavo.send" in scope:  # the way that a stream's pieces take
+            scope["octavo.send"] = seeing(scope["octavo.send"])
+        await self.app(scope, received, seeing(send))
         generation: Generation | None = scope.get("octavo.generation")
         if status == 200 and ended and generation is not None and generation.whole:
             about = self._about(scope)
