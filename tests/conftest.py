@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 
@@ -30,6 +31,17 @@ if TYPE_CHECKING:
     from octavo.loadgen.process import ServerProcess
     from oracle import Truth
     from tiny import Tiny
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_before() -> Iterator[None]:
+    """A command that ran in this process has set up logging for itself alone."""
+    logs = [logging.getLogger(name) for name in ("octavo", "octavo.access")]
+    kept = [(log, log.handlers[:], log.level, log.propagate) for log in logs]
+    yield
+    for log, handlers, level, propagate in kept:
+        log.handlers, log.propagate = handlers, propagate
+        log.setLevel(level)
 
 
 class TinyModels:
