@@ -127,13 +127,15 @@ def _content(where: str, content: Any, kinds: tuple[str, ...] = _TEXTS) -> str |
         raise RequestError(f"{where} must be text or a list of text parts", where)
     parts = []
     for i, part in enumerate(content):
+        here = f"{where}[{i}]"
         kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
-        if kind not in (*kinds, "refusal"):
-            message = f"{where}[{i}] is of type {kind!r}; only text is supported"
-            raise RequestError(message, f"{where}[{i}].type", "unsupported_value")
+        if not isinstance(part, dict) or kind not in (*kinds, "refusal"):
+            message = f"{here}.type: {kind!r} is not supported; only text is"
+            raise RequestError(message, f"{here}.type", "unsupported_value")
+        key = "refusal" if kind == "refusal" else "text"
+        text = part.get(key)
         if not isinstance(text, str):
-            raise RequestError(f"{where}[{i}] needs a text", f"{where}[{i}].text")
+            raise RequestError(f"{here}.{key} must be a text", f"{here}.{key}")
         parts.append({"type": "text", "text": text})
     return parts
 
