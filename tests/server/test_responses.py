@@ -174,6 +174,8 @@ def test_how_a_response_ends(server: Served) -> None:
     assert cut["status"] == "incomplete" and cut["incomplete_details"] == {"reason": "max_output_tokens"}
     assert cut["output"][0]["status"] == "incomplete" and cut["output"][0]["content"][0]["text"] == "Apple"
     assert cut["usage"]["output_tokens"] == 5
+    shorter = server.ask(PATH, input="fruit", max_output_tokens=5, max_tokens=3)  # the chats' name counts too
+    assert shorter["usage"]["output_tokens"] == 3 and shorter["status"] == "incomplete"
     empty = server.ask(PATH, input="none")
     assert [i["content"][0]["text"] for i in empty["output"]] == [""] and empty["status"] == "completed"
     thoughts = server.ask(PATH, input="thinking", max_output_tokens=15)
@@ -324,7 +326,7 @@ def test_what_came_back_can_be_sent_again(server: Served) -> None:
         ("prompt", {"prompt": {"id": "pmpt_1"}}),
         ("truncation", {"truncation": "auto"}),
         ("n", {"n": 2}),
-        ("max_tokens", {"max_tokens": 5}),
+        ("max_completion_tokens", {"max_completion_tokens": 5}),
         ("response_format", {"response_format": {"type": "json_object"}}),
         ("max_output_tokens", {"max_output_tokens": 0}),
         ("max_output_tokens", {"max_output_tokens": 4090}),

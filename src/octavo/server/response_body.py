@@ -36,6 +36,7 @@ class ResponseBody(Sampled):
     input: Input
     instructions: Text = None
     max_output_tokens: Integer = None
+    max_tokens: Integer = None  # as in chats: of two limits the smaller holds
     top_logprobs: Integer = None
     include: Texts = None
     tools: Objects = None
@@ -61,7 +62,6 @@ class ResponseBody(Sampled):
     moderation: Object = None
     context_management: Objects = None
     n: Integer = None
-    max_tokens: Integer = None
     max_completion_tokens: Integer = None
     response_format: Object = None
     reasoning_effort: Text = None
@@ -78,7 +78,6 @@ _REFUSED = {
     "prompt": "is not supported: no prompts are stored here; send instructions and input",
     "moderation": "is not supported",
     "context_management": "is not supported: a conversation that does not fit is refused, never cut",
-    "max_tokens": "is called max_output_tokens here",
     "max_completion_tokens": "is called max_output_tokens here",
     "response_format": "is called text.format here",
     "reasoning_effort": "is called reasoning.effort here",
@@ -91,9 +90,6 @@ _REFUSED = {
 def conversation(body: ResponseBody) -> ChatBody:
     """What the body asks for, as a chat would ask for it.  Raises RequestError or ApiError, naming the field."""
     _refuse_unsupported(body)
-    if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        message = f"max_output_tokens: must be at least 1, got {body.max_output_tokens}"
-        raise RequestError(message, "max_output_tokens")
     shared = {name: getattr(body, name) for name in Sampled.model_fields}
     logprobs = LOGPROBS in _included(body)
     if body.top_logprobs and not logprobs:
@@ -102,6 +98,7 @@ def conversation(body: ResponseBody) -> ChatBody:
         **shared,
         messages=messages(body.input, body.instructions),
         max_completion_tokens=body.max_output_tokens,
+        max_tokens=body.max_tokens,
         logprobs=logprobs,
         top_logprobs=body.top_logprobs if logprobs else None,
         response_format=_format(body.text),

@@ -77,11 +77,12 @@ class ResponseForm(Form):
     item that an event adds is ended before another is, and all before the last event.
     """
 
-    def __init__(self, model: str, echo: dict[str, Any], answers: Answers, reading: Reading) -> None:
+    def __init__(self, model: str, fingerprint: str, echo: dict[str, Any], answers: Answers, reading: Reading) -> None:
         params = answers.generation.requests[0].params
         self._answers = answers
         self._reading = reading
-        self._head = {"id": fresh("resp"), "object": "response", "created_at": int(time.time()), "model": model}
+        head = {"id": fresh("resp"), "object": "response", "created_at": int(time.time()), "model": model}
+        self._head: dict[str, Any] = {**head, "system_fingerprint": fingerprint}
         self._echo = {**echo, "temperature": params.temperature, "top_p": params.top_p}
         self._ended: list[dict[str, Any]] = []
         self._open: Item | None = None

@@ -28,7 +28,7 @@ async def responses(body: ResponseBody, http: Request) -> Response:
         generation, parser = await conversing(state, talk, http)
     answers = Answers(generation, TokenNames(state.llm.tokenizer), ChatLogprobs)
     text = Detokenizer(state.llm.tokenizer, generation.asked.params.skip_special_tokens)
-    form = ResponseForm(model, echo(body), answers, Reading(parser(), text))
+    form = ResponseForm(model, state.fingerprint, echo(body), answers, Reading(parser(), text))
     return await answered(answers, form, generation.asked.stream)
 
 
