@@ -26,7 +26,7 @@ from serving import scripted, served, tiny_llm, until, user
 if TYPE_CHECKING:
     from conftest import TinyModels
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CHAT, TEXT, ITEMS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SECRET = "the parrot's name is Coco"
 ENGINE = ("--kv-blocks", "256", "--threads", "1")
 TEMPLATE = (
@@ -47,6 +47,7 @@ TOOLS = [
         },
     }
 ]
+FLAT: list[Any] = [{"type": "function", **TOOLS[0]["function"]}]  # type: ignore[dict-item]
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["yes", "no", "perhaps"]}}}
 COMMON = {"max_tokens": 24, "ignore_eos": True}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
@@ -63,6 +64,9 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": user("Weather?"), "tools": TOOLS, "tool_choice": "auto", "max_tokens": 12}),
     (CHAT, {"messages": user("Well?"), "response_format": SCHEMA, "max_tokens": 60}),
     (CHAT, {"messages": user("A tale"), "ignore_eos": True}),  # runs to what fits
+    (ITEMS, {"input": "Hello", "temperature": 0, "include": ["message.output_text.logprobs"], **COMMON}),
+    (ITEMS, {"input": "A tale", "ignore_eos": True}),
+    (ITEMS, {"input": "Weather?", "tools": FLAT, "tool_choice": "required", "max_output_tokens": 200}),
 ]
 
 
@@ -129,7 +133,7 @@ def test_what_was_recorded_under_load_comes_again(recorded: Any, replay: Any) ->
     assert len(found) == len(REQUESTS) * 2 - 2 and file.stat().st_mode & 0o777 == 0o600
     assert all(line["response"] in answers for line in found if not line["request"].get("stream"))
     assert any(choice["message"].get("tool_calls") for line in found if "tools" in line["request"]
-               for choice in line["response"]["choices"])  # fmt: skip
+               for choice in line["response"].get("choices", ()))  # fmt: skip
     code, out, err = replay(file, "--keep-going", "--max-context", "320")
     assert code == 0, out + err
     assert f"{len(found)} receipts: {len(found)} same, 0 differ" in out and out.count("same   ") == len(found)
@@ -195,7 +199,10 @@ def test_logprobs_finish_reasons_calls_and_counts_are_compared(recorded: Any) ->
         values[2] = float.fromhex(values[2].hex()) * (1 + 2**-52)
 
     def calls(line: Any) -> bool:
-        return bool(line["response"]["choices"][0].get("message", {}).get("tool_calls"))
+        return line["path"] == CHAT and bool(line["response"]["choices"][0]["message"].get("tool_calls"))
+
+    def items(line: Any) -> bool:
+        return line["path"] == ITEMS and line["request"].get("tools") is not None
 
     assert difference(nudge, plain) == "choices[1].logprobs.token_logprobs[2]"
     assert (
@@ -206,6 +213,8 @@ def test_logprobs_finish_reasons_calls_and_counts_are_compared(recorded: Any) ->
     assert difference(lambda b: b["choices"].pop(), plain) == "choices"
     call = "choices[0].message.tool_calls[0].function.name, byte 0"
     assert difference(lambda b: b["choices"][0]["message"]["tool_calls"][0]["function"].update(name="x"), calls) == call
+    assert difference(lambda b: b["output"][0].update(arguments="{"), items) == "output[0].arguments, byte 1"
+    assert difference(lambda b: b["output"][0].update(call_id="x"), items) == ""
     ids = difference(
         lambda b: b["choices"][0]["token_ids"].__setitem__(3, -1), lambda line: "return_token_ids" in line["request"]
     )

@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import octavo
 from octavo.engine.service import AsyncLLM
-from octavo.server import chat, completions, errors, health, kvmap, metrics, models, sessions
+from octavo.server import chat, completions, errors, health, kvmap, metrics, models, responses, sessions
 from octavo.server.gate import Gate
 from octavo.server.receipts import Receipts
 from octavo.server.recording import Recording
@@ -34,7 +34,7 @@ def create_app(
     app = FastAPI(title="Octavo", version=octavo.__version__, description=DESCRIPTION, docs_url=None, redoc_url=None)
     state = app.state.octavo = State(llm, settings, model)
     errors.install(app)
-    for routes in (completions, chat, models, sessions, health, metrics):
+    for routes in (completions, chat, responses, models, sessions, health, metrics):
         app.include_router(routes.router)
     if settings.map != "off":
         state.recorder = kvmap.record(llm)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,10 @@ from octavo.server.answers import Answers, Piece
 from octavo.server.generation import LONG_TEXT, Generation
 from octavo.server.logprobs import ChatLogprobs, TokenNames
 from octavo.server.messages import checked_choice, checked_tools, rendered
+from octavo.server.parsing import OutputParser
 from octavo.server.routing import answered, begun, fresh_id, state_of, user_of
 from octavo.server.schema import ChatBody
-from octavo.server.sse import MARK, around, event, text_event
+from octavo.server.sse import DONE, MARK, Form, around, event, text_event
 from octavo.server.state import State
 
 router = APIRouter()
@@ -28,6 +30,15 @@ async def chat_completions(body: ChatBody, http: Request) -> Response:
     state = state_of(http)
     model = state.check_model(body.model)
     body.report_unknown("/v1/chat/completions")
+    generation, parser = await conversing(state, body, http)
+    answers = Answers(generation, TokenNames(state.llm.tokenizer), ChatLogprobs, parser)
+    return await answered(answers, ChatForm(model, state.fingerprint, answers), generation.asked.stream)
+
+
+async def conversing(
+    state: State, body: ChatBody, http: Request
+) -> tuple[Generation, Callable[[], OutputParser | None]]:
+    """A generation that answers a conversation, begun, and what makes parsers of its outputs."""
     tools = checked_tools(body.tools)
     choice = checked_choice(body.tool_choice, tools)
     tooling = state.tooling
@@ -40,9 +51,7 @@ async def chat_completions(body: ChatBody, http: Request) -> Response:
     prompt = await prompt_of(state, body, None if choice == "none" else tools)
     generation = Generation(state, asked)
     await begun(generation, http, [prompt], add_special=False)
-    parser = partial(tooling.parser, prompt, tools, choice, body.parallel_tool_calls is not False)
-    answers = Answers(generation, TokenNames(state.llm.tokenizer), ChatLogprobs, parser)
-    return await answered(answers, ChatForm(model, state.fingerprint, answers), asked.stream)
+    return generation, partial(tooling.parser, prompt, tools, choice, body.parallel_tool_calls is not False)
 
 
 async def prompt_of(state: State, body: ChatBody, tools: list[dict[str, Any]] | None) -> str:
@@ -66,7 +75,7 @@ async def prompt_of(state: State, body: ChatBody, tools: list[dict[str, Any]] | 
     return render()
 
 
-class ChatForm:
+class ChatForm(Form):
     """Owns: an answer's id and time, and which choices have begun.
 
     Promises: chunks and whole answers that differ only in where they are cut; a choice's first chunk names the role.
@@ -110,8 +119,8 @@ class ChatForm:
     def last(self) -> bytes:
         """The usage, if it was asked for."""
         if not self._asked.usage:
-            return b""
-        return event({**self._chunk([]), "usage": self._answers.usage().body()})
+            return DONE
+        return event({**self._chunk([]), "usage": self._answers.usage().body()}) + DONE
 
     def _first(self, piece: Piece) -> bytes:
         """The role; and, for the chunks that follow, what stands before and after their text."""

@@ -14,7 +14,7 @@ from octavo.server.generation import Generation
 from octavo.server.logprobs import TextLogprobs, TokenNames
 from octavo.server.routing import answered, begun, fresh_id, state_of, user_of
 from octavo.server.schema import CompletionBody
-from octavo.server.sse import MARK, around, event, text_event
+from octavo.server.sse import DONE, MARK, Form, around, event, text_event
 
 router = APIRouter()
 
@@ -35,7 +35,7 @@ async def completions(body: CompletionBody, http: Request) -> Response:
     return await answered(answers, TextForm(model, state.fingerprint, answers), asked.stream)
 
 
-class TextForm:
+class TextForm(Form):
     """Owns: an answer's id and time.  Promises: chunks and whole answers that differ only in where they are cut."""
 
     def __init__(self, model: str, fingerprint: str, answers: Answers) -> None:
@@ -70,8 +70,8 @@ class TextForm:
     def last(self) -> bytes:
         """The usage, if it was asked for."""
         if not self._asked.usage:
-            return b""
-        return event({**self._head, "choices": [], "usage": self._answers.usage().body()})
+            return DONE
+        return event({**self._head, "choices": [], "usage": self._answers.usage().body()}) + DONE
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         choice: dict[str, Any] = {

@@ -53,10 +53,11 @@ def response_format(value: Any, field: str = "response_format") -> Guide | None:
     if kind != "json_schema":
         raise RequestError(f"{field}.type must be text, json_object or json_schema, not {kind!r}", f"{field}.type")
     inner = value.get("json_schema", value)  # the newer interface has the schema one level up
+    where = field if "schema" in value else f"{field}.json_schema"
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, (dict, bool)):
-        raise RequestError(f"{field}.json_schema.schema must be a JSON schema", f"{field}.json_schema.schema")
-    return _made(f"{field}.json_schema", Guide.json, schema)
+        raise RequestError(f"{where}.schema must be a JSON schema", f"{where}.schema")
+    return _made(where, Guide.json, schema)
 
 
 def _structured(value: Any) -> Guide:

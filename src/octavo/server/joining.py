@@ -30,10 +30,17 @@ def chat(chunks: list[Body]) -> Body:
     return whole
 
 
+def response(events: list[Body]) -> Body:
+    """Of /v1/responses: the last event has it whole."""
+    whole: Body = [event["response"] for event in events if "response" in event][-1]
+    return whole
+
+
 # What can be recorded and replayed, and how its streams are joined.
 JOINERS: dict[str, Joiner] = {
     "/v1/completions": completion,
     "/v1/chat/completions": chat,
+    "/v1/responses": response,
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from octavo.text.chat import ChatTemplate
@@ -21,6 +22,16 @@ class Parsed(NamedTuple):
     content: str = ""
     reasoning: str = ""
     calls: Calls = ()
+
+
+@dataclass(frozen=True)
+class Thought:
+    """Text that is not part of the answer."""
+
+    text: str
+
+
+Part = Thought | Piece
 
 
 class Parser(Protocol):
@@ -90,8 +101,9 @@ def _in_words(form: ToolFormat, tools: Sequence[dict[str, Any]]) -> str:
 class OutputParser:
     """Owns: the text of one output that is not told yet.
 
-    Promises: what it tells, joined, depends on the text alone.  A call's first delta has its id and name, the later
-    ones more of its arguments; with ``parallel`` false, calls after the first are left out.
+    Promises: what it tells, joined, depends on the text alone; with ``parallel`` false, calls after the first are left
+    out.  It is told in the order in which it was written (:meth:`parts`, :meth:`rest`), or as OpenAI's chats have it
+    (:meth:`feed`, :meth:`finish`): a call's first delta has its id and name, the later ones more of its arguments.
     """
 
     def __init__(
@@ -103,42 +115,69 @@ class OutputParser:
         self._parallel = parallel
         self._count = 0
 
-    def feed(self, text: str) -> Parsed:
+    @property
+    def thinking(self) -> bool:
+        """Whether what has come so far ends within thoughts."""
+        return self._thoughts is not None and self._thoughts.inside
+
+    def parts(self, text: str) -> list[Part]:
         reasoning = ""
         if self._thoughts is not None:
             reasoning, text = self._thoughts.feed(text)
-        if self._calls is None:
-            return Parsed(text, reasoning)
-        return self._told(reasoning, self._calls.feed(text) if text else [])
+        return self._in_order(reasoning, self._pieces(text))
 
-    def finish(self) -> Parsed:
+    def rest(self) -> list[Part]:
         """What was held back, when no more text comes."""
         reasoning, text = self._thoughts.finish() if self._thoughts is not None else ("", "")
-        if self._calls is None:
-            return Parsed(text, reasoning)
-        return self._told(reasoning, [*self._calls.feed(text), *self._calls.finish()])
+        pieces = self._pieces(text)
+        if self._calls is not None:
+            pieces += self._calls.finish()
+        return self._in_order(reasoning, pieces)
+
+    def feed(self, text: str) -> Parsed:
+        return self._told(self.parts(text))
+
+    def finish(self) -> Parsed:
+        return self._told(self.rest())
 
     def reason(self, reason: str) -> str:
         """The finish reason as OpenAI has it: "tool_calls" if the model chose to call something."""
         return "tool_calls" if reason == "stop" and self._count and not self._named else reason
 
-    def _told(self, reasoning: str, pieces: Sequence[Piece]) -> Parsed:
-        content = ""
-        calls: list[dict[str, Any]] = []
+    def _pieces(self, text: str) -> list[Piece]:
+        if not text:
+            return []
+        return [TextPiece(text)] if self._calls is None else self._calls.feed(text)
+
+    def _in_order(self, reasoning: str, pieces: Sequence[Piece]) -> list[Part]:
+        parts: list[Part] = [Thought(reasoning)] if reasoning else []
         for piece in pieces:
-            if isinstance(piece, TextPiece):
-                content += piece.text
+            if not isinstance(piece, TextPiece) and piece.index and not self._parallel:
                 continue
-            if piece.index and not self._parallel:
-                continue
-            if isinstance(piece, CallStart):
-                self._count += 1
-                function: dict[str, Any] = {"name": piece.name, "arguments": ""}
-                id = f"call_{secrets.token_hex(12)}"
-                calls.append({"index": piece.index, "id": id, "type": "function", "function": function})
-            elif calls and calls[-1]["index"] == piece.index:
+            self._count += isinstance(piece, CallStart)
+            parts.append(piece)
+        return parts
+
+    @staticmethod
+    def _told(parts: Sequence[Part]) -> Parsed:
+        content = reasoning = ""
+        calls: list[dict[str, Any]] = []
+        for part in parts:
+            if isinstance(part, Thought):
+                reasoning += part.text
+            elif isinstance(part, TextPiece):
+                content += part.text
+            elif isinstance(part, CallStart):
+                function: dict[str, Any] = {"name": part.name, "arguments": ""}
+                calls.append({"index": part.index, "id": fresh_call(), "type": "function", "function": function})
+            elif calls and calls[-1]["index"] == part.index:
                 # One delta a call: clients take the first chunk's list as it is, and a second entry for another call.
-                calls[-1]["function"]["arguments"] += piece.text
+                calls[-1]["function"]["arguments"] += part.text
             else:
-                calls.append({"index": piece.index, "function": {"arguments": piece.text}})
+                calls.append({"index": part.index, "function": {"arguments": part.text}})
         return Parsed(content, reasoning, tuple(calls))
+
+
+def fresh_call() -> str:
+    """An id for a call, as clients send it back with the result."""
+    return f"call_{secrets.token_hex(12)}"

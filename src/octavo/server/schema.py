@@ -88,14 +88,11 @@ class StreamOptions(Body):
     include_usage: Flag = None
 
 
-class Generating(Body):
+class Sampled(Body):
     """What all requests that generate text share."""
 
     model: Text = None
     stream: Flag = None
-    stream_options: StreamOptions | None = None
-    n: Integer = None
-    max_tokens: Integer = None
     temperature: Number = None
     top_p: Number = None
     seed: Integer = None
@@ -114,19 +111,28 @@ class Generating(Body):
     bad_words: Texts = None
     skip_special_tokens: Flag = None
     include_stop_str_in_output: Flag = None
-    prompt_logprobs: Integer = None
     priority: Integer = None
     cache_salt: Text = None
     timeout: Number = Field(None, description="seconds, after which the request ends with an error")
-    use_beam_search: Flag = None
-    beam_width: Integer = None
-    length_penalty: Number = None
-    early_stopping: Early = None
     guided_json: Schema = None
     guided_regex: Text = None
     guided_choice: Texts = None
     guided_grammar: Text = None
     structured_outputs: Object = None
+
+
+class Generating(Sampled):
+    """What the older interfaces share, which may tell several answers."""
+
+    stream_options: StreamOptions | None = None
+    n: Integer = None
+    max_tokens: Integer = None
+    # beyond OpenAI's
+    prompt_logprobs: Integer = None
+    use_beam_search: Flag = None
+    beam_width: Integer = None
+    length_penalty: Number = None
+    early_stopping: Early = None
     return_token_ids: Flag = None
 
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.server.answers import Answers, Piece
-from octavo.server.errors import as_api_error
+from octavo.server.errors import ApiError, as_api_error
 from octavo.server.generation import ClientLeft
 
 MARK = "\0"  # stands for a text that is still to come
@@ -25,6 +25,11 @@ def dumps(value: Any) -> bytes:
 
 def event(value: Any) -> bytes:
     return b"data: " + dumps(value) + b"\n\n"
+
+
+def named_event(name: str, value: Any) -> bytes:
+    """An event for clients that go by the names of events."""
+    return b"event: " + name.encode() + b"\n" + event(value)
 
 
 def around(body: Any) -> tuple[bytes, bytes]:
@@ -41,11 +46,21 @@ def text_event(around: tuple[bytes, bytes], text: str) -> bytes:
 class Form(Protocol):
     """How one route writes an answer: chunks and whole answers differ only in where they are cut."""
 
+    def first(self) -> bytes:
+        """What is told before there is any piece, if something is."""
+        return b""
+
     def chunk(self, piece: Piece) -> bytes:
         """An event (or none yet, b"") for one piece."""
+        ...
 
     def last(self) -> bytes:
-        """What follows the last piece: the usage, if it was asked for."""
+        """What follows the last piece, up to the stream's end."""
+        ...
+
+    def failed(self, error: ApiError) -> bytes:
+        """What follows in place of more pieces, up to the stream's end."""
+        return event(error.body()) + DONE
 
     def whole(self, pieces: list[Piece]) -> dict[str, Any]: ...
 
@@ -73,14 +88,17 @@ class EventStream(Response):
 
     async def _pieces(self, send: Send) -> None:
         chunk = self.form.chunk
+        begun = self.form.first()
+        if begun:
+            await send({"type": "http.response.body", "body": begun, "more_body": True})
         try:
             async for pieces in self.answers.pieces():
                 data = chunk(pieces[0]) if len(pieces) == 1 else b"".join([chunk(piece) for piece in pieces])
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
-            data = self.form.last() + DONE
+            data = self.form.last()
         except ClientLeft:
             return
         except Exception as error:
-            data = event(as_api_error(error).body()) + DONE
+            data = self.form.failed(as_api_error(error))
         await send({"type": "http.response.body", "body": data, "more_body": False})

@@ -26,6 +26,11 @@ class ReasoningStream:
         self._trim = False  # whether white space that comes now stands next to a mark
         self._held = ""
 
+    @property
+    def inside(self) -> bool:
+        """Whether what comes next is reasoning, as far as is known."""
+        return self._inside and not self._ended
+
     def feed(self, text: str) -> tuple[str, str]:
         """New (reasoning, content)."""
         self._held += text
