@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +43,9 @@ def test_a_streamed_token_is_a_few_calls_and_a_step_one_waking(monkeypatch: pyte
         ended = threading.Event()
         loop.call_soon_threadsafe(lambda: (sys.setprofile(None), ended.set()))
         assert ended.wait(10)
-        assert all(answer.count('"text":"x"') == tokens for answer in answers)
+        for answer in answers:  # where the machine is busy, a piece may be of several steps
+            said = [json.loads(line[6:]) for line in answer.splitlines() if line.startswith("data: {")]
+            assert "".join(choice["text"] for chunk in said for choice in chunk["choices"]) == "x" * tokens
         # Beginning and end of a request are in it as well; they are a few hundred calls each.
         assert calls / (streams * tokens) < CALLS
         assert len(batches) <= steps.done - before + streams + 1
