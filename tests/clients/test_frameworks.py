@@ -62,6 +62,14 @@ def test_litellm_text_completion(given: dict[str, Any], tiny_server: ServerProce
     assert told.choices[0].text and told.usage.completion_tokens == 6
 
 
+def test_litellm_responses(given: dict[str, Any]) -> None:
+    asked: dict[str, Any] = {**given, "input": "Name five fruits.", "temperature": 0, "max_output_tokens": 16}
+    plain: Any = litellm.responses(**asked)
+    events: Any = litellm.responses(**asked, stream=True)
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert plain.output[0].content[0].text == "".join(deltas) and deltas
+
+
 def test_litellm_knows_our_errors(given: dict[str, Any]) -> None:
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(**given, messages=TALK, temperature=-2, max_retries=0)
@@ -77,6 +85,16 @@ def test_langchain_invokes_batches_and_streams(chat: ChatOpenAI) -> None:
     assert "".join(str(c.content) for c in chat.stream(messages)) == one.content
     assert [m.content for m in chat.batch([messages, messages])] == [one.content] * 2
     assert asyncio.run(chat.ainvoke(messages)).content == one.content
+
+
+def test_langchain_on_responses(tiny_server: ServerProcess) -> None:
+    options: dict[str, Any] = {"base_url": f"{tiny_server.url}/v1", "api_key": "none", "model": tiny_server.model}
+    newer = ChatOpenAI(**options, temperature=0, max_tokens=24, max_retries=0, use_responses_api=True)
+    messages = [SystemMessage("Be brief."), HumanMessage("Hello")]
+    one = newer.invoke(messages)
+    assert one.text and one.usage_metadata is not None and one.usage_metadata["output_tokens"] <= 24
+    assert "".join(chunk.text for chunk in newer.stream(messages)) == one.text
+    assert newer.invoke([*messages, one, HumanMessage("And then?")]).text
 
 
 def test_langchain_chains_and_structured_output(chat: ChatOpenAI) -> None:
