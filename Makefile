@@ -20,7 +20,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 listed = $(BIN)/python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb')); print('\n'.join($(1)))"
 say = @echo "== $(1)"
 
-.PHONY: help serve demo test lint format wheel wheel-check bench kl sanitize fuzz soak models clean
+.PHONY: help serve demo test lint format wheel wheel-check bench bench-all kl sanitize fuzz soak models clean
 
 help:
 	@echo "make serve        build, fetch SmolLM2-135M, serve it on 127.0.0.1:8000 (ARGS=... goes to octavo serve)"
@@ -28,6 +28,7 @@ help:
 	@echo "make test         run all tests (ARGS=... goes to pytest; FRESH=1 draws other examples)"
 	@echo "make lint         ruff, mypy, import contracts          make format   let ruff rewrite"
 	@echo "make bench        speed on this machine (PEER=path/to/llama-server measures llama.cpp beside it)"
+	@echo "make bench-all    that, and what does without a peer: kernels, steps, speculation, prefixes, memory rules"
 	@echo "make kl           how far 8-bit activations are from exact ones, in nats a token, on both real models"
 	@echo "make wheel        build a wheel into dist/              make wheel-check   install and try it without a compiler"
 	@echo "make sanitize     kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer"
@@ -102,6 +103,12 @@ kl: models
 bench: $(VENV)/.installed
 	@$(BIN)/octavo pull smollm2-135m >/dev/null
 	@$(BIN)/python bench/run.py $(if $(PEER),--peer-server "$(PEER)") $(ARGS)
+
+# Kernels against what the machine can do, steps without them, and speculation; each goes on after a missed figure.
+bench-all: bench
+	@missed=; for name in gemm attention steps speculate prefix preempt oversubscribe; do \
+	  echo; echo "== bench/$$name.py"; $(BIN)/python bench/$$name.py || missed="$$missed $$name"; done; \
+	if [ -n "$$missed" ]; then echo "missed in:$$missed" >&2; exit 1; fi
 
 wheel: $(VENV)/.installed
 	@rm -rf dist
