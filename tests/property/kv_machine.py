@@ -19,7 +19,8 @@ from octavo.core.plan import DEVICE, Move
 from octavo.core.sequence import Sequence, State
 from octavo.paging.audit import audit, audit_idle
 from octavo.paging.draft import Draft
-from octavo.paging.kv import KV, Match
+from octavo.paging.holding import Match
+from octavo.paging.kv import KV
 from octavo.paging.prefix import chain_hash
 
 PARAMS = SamplingParams(max_tokens=1)

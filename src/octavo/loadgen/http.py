@@ -148,9 +148,7 @@ class Connection(asyncio.BufferedProtocol):
     """
 
     def __init__(self) -> None:
-        self._room = memoryview(
-            bytearray(READ)
-        )  # to read into: fresh memory for each read would cost more than the read
+        self._room = memoryview(bytearray(READ))  # to read into: fresh memory for each read costs more than the read
         self._buffer = bytearray()
         self._waiter: asyncio.Future[Reply] | None = None
         self._lost = False

@@ -30,9 +30,8 @@ def audit(kv: KV) -> None:
                 own = pool.counts[block] == 1 and pool.content[block] is None
                 _check(own, f"sequence {number} thinks block {block} its own to write")
         if holding.planned is not None:
-            _check(
-                holding.planned == tuple(t.ids for t in holding.tables), f"sequence {number}: the plan's tables are old"
-            )
+            same = holding.planned == tuple(t.ids for t in holding.tables)
+            _check(same, f"sequence {number}: the tables kept for plans are old")
         node = holding.node
         _check(node.pins > 0, f"sequence {number}: its chain's end is not pinned")
     for block in range(pool.size):

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from octavo.core.sequence import Sequence
-from octavo.paging.kv import KV, Match
+from octavo.paging.holding import Match
+from octavo.paging.kv import KV
 from octavo.paging.table import BlockTable
 
 

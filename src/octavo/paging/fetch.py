@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from octavo.core.plan import DISK, HOST, Move, Place
 from octavo.core.sequence import Sequence
 from octavo.paging.disk import Arrival, DiskTier, Flight, file_name, label_of
-from octavo.paging.kv import KV, Match
+from octavo.paging.holding import Match
+from octavo.paging.kv import KV
 from octavo.paging.prefix import Node
 
 MOST = 64  # blocks a flight

@@ -5,47 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from octavo.core.plan import DEVICE, HOST, Move, Place
 from octavo.core.sequence import Sequence
 from octavo.paging.disk import DiskTier
+from octavo.paging.holding import Holding, Match
 from octavo.paging.host import HostTier, Saved
 from octavo.paging.pool import BlockPool
 from octavo.paging.prefix import Hash, Node, PrefixIndex, chain_hash
+from octavo.paging.swap import restore, resumed
 from octavo.paging.table import HOLE, BlockTable
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """A usable prefix hit: ``length`` tokens in all, of which the sequence had computed ``start`` before."""
-
-    start: int
-    length: int
-    nodes: tuple[Node, ...]  # the chain's nodes, from block start/B on
-    blocks: int  # logical blocks that are covered once it is attached
-    saved: Saved | None = None  # what follows the nodes: the sequence's own blocks in the host tier
-
-
-class Holding:
-    """What one sequence holds: a table for each group, and where its chain of published blocks ends.
-
-    Also what most steps ask for and few change: which positions it may write without a thought, and its tables as the
-    last plan had them.  :meth:`changed` forgets both.
-    """
-
-    __slots__ = ("tables", "node", "published", "closed", "since", "until", "planned")
-
-    def __init__(self, groups: int, root: Node) -> None:
-        self.tables = [BlockTable() for _ in range(groups)]
-        self.node = root
-        self.published = 0  # blocks of the chain that `node` closes
-        self.closed = False  # the chain met a colliding key: nothing further is published
-        self.changed()
-
-    def changed(self) -> None:
-        self.since = self.until = 0  # the blocks of these positions that are not published are this sequence's alone
-        self.planned: tuple[array[int], ...] | None = None
 
 
 class KV:
@@ -156,9 +125,9 @@ class KV:
         most = (len(sequence.tokens) - 1) // size
         saved = self.saved.get(sequence.number)
         if saved is not None and sequence.number not in self.holdings:
-            resumed = self._resumed(sequence, saved)
-            if resumed is not None:
-                return resumed
+            whole = resumed(self, sequence, saved)
+            if whole is not None:
+                return whole
         if not self.prefix_cache or start % size or most <= start // size or sequence.scoring:
             return None
         holding = self.holdings.get(sequence.number)
@@ -192,7 +161,7 @@ class KV:
             if any(w is None and runs[g] < depth for g, w in enumerate(self.windows)):
                 break
             if all(
-                runs[g] >= depth - self._first_needed(w, depth * size)
+                runs[g] >= depth - self.first_needed(w, depth * size)
                 for g, w in enumerate(self.windows)
                 if w is not None
             ):
@@ -201,24 +170,7 @@ class KV:
             return None
         return Match(first * size, (first + best) * size, tuple(nodes[:best]), first + best)
 
-    def _resumed(self, sequence: Sequence, saved: Saved) -> Match | None:
-        """All that a swapped-out sequence had, if its published blocks are still to be found in some tier."""
-        size = self.block_size
-        node = self.index.known_root(sequence.salt)
-        keys = self.keys(sequence, saved.first)
-        nodes: list[Node] = []
-        for b in range(saved.first):
-            found = node and self.index.find(node, keys[b + 1], sequence.tokens[b * size : (b + 1) * size])
-            if found is None:
-                return None
-            for g, window in enumerate(self.windows):
-                if b >= self._first_needed(window, saved.computed) and found.blocks[g] < 0 and found.hosts[g] < 0:
-                    return None
-            nodes.append(found)
-            node = found
-        return Match(0, saved.computed, tuple(nodes), -(-saved.computed // size), saved)
-
-    def _first_needed(self, window: int | None, position: int) -> int:
+    def first_needed(self, window: int | None, position: int) -> int:
         """The first logical block that the token at ``position`` reads."""
         return 0 if window is None else max(0, position - window + 1) // self.block_size
 
@@ -227,7 +179,7 @@ class KV:
         first = match.start // self.block_size
         out = []
         for g, window in enumerate(self.windows):
-            need = max(self._first_needed(window, match.length), first)
+            need = max(self.first_needed(window, match.length), first)
             out += [(node, g) for node in match.nodes[need - first :]]
         return out
 
@@ -236,7 +188,7 @@ class KV:
         out: list[int] = []
         for window, table in zip(self.windows, self.holdings[number].tables, strict=True):
             if window is not None:
-                out += table.ids[table.head : max(table.head, self._first_needed(window, computed))]
+                out += table.ids[table.head : max(table.head, self.first_needed(window, computed))]
         return out
 
     def to_copy(self, number: int, start: int, stop: int, count: Callable[[int], int]) -> Seq[tuple[BlockTable, int]]:
@@ -287,7 +239,7 @@ class KV:
         holding.changed()
         first = match.start // self.block_size
         for g, (window, table) in enumerate(zip(self.windows, holding.tables, strict=True)):
-            need = self._first_needed(window, match.length)
+            need = self.first_needed(window, match.length)
             self._free_head(table, min(need, first))
             if need > first:  # the window is past what the table held so far, and past the first nodes of the hit
                 holes = min(need, first + len(match.nodes)) - first
@@ -298,7 +250,7 @@ class KV:
             self._move_pin(holding, match.nodes[-1])
         holding.published = first + len(match.nodes)
         if match.saved is not None:
-            self._restore(sequence, match.saved)
+            restore(self, sequence, match.saved)
 
     def _present(self, node: Node, group: int) -> int:
         """The device block of a pinned node's content, brought back if need be; held once for the caller."""
@@ -317,52 +269,12 @@ class KV:
         host.pool.drop(slot)
         return block
 
-    def _restore(self, sequence: Sequence, saved: Saved) -> None:
-        """A sequence's own blocks back from the host tier."""
-        assert self.host is not None
-        for table, slots in zip(self.holdings[sequence.number].tables, saved.slots, strict=True):
-            for slot in slots:
-                if slot < 0:
-                    table.ids.append(HOLE)
-                    table.head = len(table)
-                    continue
-                block = self.pool.take()
-                self._moves.append(Move(Place(HOST, slot), Place(DEVICE, block)))
-                table.ids.append(block)
-        self.forget_saved(sequence.number)
-
     def forget_saved(self, number: int) -> None:
         """Drop what a swapped-out sequence left in the host tier."""
         saved = self.saved.pop(number, None)
         if saved is not None and self.host is not None:
             for slot in saved.held():
                 self.host.drop(slot)
-
-    def swap_out(self, sequence: Sequence) -> bool:
-        """Save the blocks that cannot be found by content; then give back all.  False: no room, only given back."""
-        holding = self.holdings[sequence.number]
-        first, done = holding.published, False
-        if self.host is not None:
-            own = [table.ids[max(first, table.head) :] for table in holding.tables]
-            blocks = {b: True for ids in own for b in ids}
-            if self.host.pool.free >= len(blocks):
-                self.saved[sequence.number] = Saved(
-                    sequence.computed,
-                    first,
-                    tuple(
-                        array("i", [HOLE] * (max(first, table.head) - first) + [self._save(b) for b in ids])
-                        for table, ids in zip(holding.tables, own, strict=True)
-                    ),
-                )
-                done = True
-        self.release(sequence.number)
-        return done
-
-    def _save(self, block: int) -> int:
-        assert self.host is not None
-        slot, moves = self.host.save(block)
-        self._moves += moves
-        return slot
 
     def request(self, moves: list[Move]) -> None:
         """Have these moves done after those asked for so far."""
@@ -454,7 +366,7 @@ class KV:
     def slide(self, number: int, computed: int) -> None:
         """Free the head blocks that no window reaches from position ``computed`` on."""
         for window, table in zip(self.windows, self.holdings[number].tables, strict=True):
-            if window is not None and table.head < (first := min(self._first_needed(window, computed), len(table))):
+            if window is not None and table.head < (first := min(self.first_needed(window, computed), len(table))):
                 self._free_head(table, first)
                 self.holdings[number].planned = None
 
@@ -484,7 +396,7 @@ class KV:
         holding = self.holdings[sequence.number]
         blocks = -(-to // self.block_size)
         for window, table in zip(self.windows, holding.tables, strict=True):
-            if min(table.head, blocks) > self._first_needed(window, to):
+            if min(table.head, blocks) > self.first_needed(window, to):
                 return False
         self.trim(sequence.number, to)
         holding.changed()

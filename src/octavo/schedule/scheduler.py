@@ -15,8 +15,10 @@ from octavo.core.plan import NO_TOKENS, Draw, Plan, Row
 from octavo.core.sequence import Sequence, State
 from octavo.paging.draft import Draft
 from octavo.paging.fetch import fetch, fetchable, fetched_keys
-from octavo.paging.kv import KV, Match
+from octavo.paging.holding import Match
+from octavo.paging.kv import KV
 from octavo.paging.miss import explain
+from octavo.paging.swap import swap_out
 from octavo.schedule.policies import Policy, Rank
 
 Draws = Callable[[Sequence, "array[int]"], tuple[Draw, ...]]  # of a sequence's end, and of drafts behind it
@@ -163,7 +165,7 @@ class Scheduler:
     def preempt(self, victim: Sequence) -> None:
         """Take a running sequence's blocks; it waits for its turn by rank."""
         self.running.remove(victim)
-        if self.swap_pays(victim) and self.kv.swap_out(victim):
+        if self.swap_pays(victim) and swap_out(self.kv, victim):
             self.swaps += 1
         else:
             if victim.number in self.kv.holdings:
