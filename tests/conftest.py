@@ -28,6 +28,8 @@ settings.register_profile("fresh", print_blob=True)
 settings.load_profile("fresh" if os.environ.get("FRESH") else "steady")
 
 if TYPE_CHECKING:
+    import openai
+
     from octavo.loadgen.process import ServerProcess
     from oracle import Truth
     from tiny import Tiny
@@ -109,3 +111,17 @@ def real_server() -> Iterator[ServerProcess]:
 
     with ServerProcess("smollm2-135m", "--kv-memory", "256MiB", "--access-log", "off") as server:
         yield server
+
+
+@pytest.fixture
+def client(tiny_server: ServerProcess) -> openai.OpenAI:
+    """The official client, of the tiny server."""
+    import openai
+
+    return openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def model(tiny_server: ServerProcess) -> str:
+    """What the tiny server calls its model."""
+    return tiny_server.model

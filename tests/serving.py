@@ -37,6 +37,18 @@ TEMPLATE = (
 AROUND = ((":", "\nassistant:"), (":", "\ntools:1\nassistant:"), ("<", ">"))  # a question, in a chat and in a prompt
 
 
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+SAID = {
+    "fruit": "Apples, pears and plums.",
+    "emoji": "Sch\u00f6n \U0001f642 \u4f60\u597d!",
+    "one": CALL,
+    "two": "Let me see.\n" + CALL + "\n" + CALL.replace("Paris", "Rome"),
+    "broken": '<tool_call>\n{"name": "weather", "arguments": {"city": Par',
+    "thinking": "<think>\nFirst this.\n</think>\n\nThen that.",
+}  # questions and answers, some with calls and thoughts
+HERMES = "{# <tool_call> #}{# <think> #}"  # a template's sign that its model writes so
+
+
 class Bytes(Pieces):
     """A tokenizer whose tokens are single bytes, and an end."""
 

@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pytest
-from pydantic import BaseModel, ConfigDict
 
 from octavo.loadgen.process import ServerProcess
+from weather import Weather
 
 TALK: list[Any] = [{"role": "user", "content": "Name five fruits."}]
 GREEDY: dict[str, Any] = {"temperature": 0, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture
-def client(tiny_server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-def model(tiny_server: ServerProcess) -> str:
-    return tiny_server.model
 
 
 def test_models(client: openai.OpenAI, model: str) -> None:
@@ -81,14 +71,6 @@ def test_cached_tokens_are_told(client: openai.OpenAI, model: str) -> None:
         usage = client.completions.create(model=model, prompt=prompt, max_tokens=2, **GREEDY).usage
     assert usage is not None and usage.prompt_tokens_details is not None
     assert 0 < (usage.prompt_tokens_details.cached_tokens or 0) < usage.prompt_tokens
-
-
-class Weather(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # a random model would make use of the freedom
-
-    sky: Literal["clear", "cloudy", "rain"]
-    windy: bool
-    degrees: Literal[-5, 10, 25]
 
 
 def test_parsed_answers(client: openai.OpenAI, model: str) -> None:

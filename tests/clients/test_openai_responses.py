@@ -4,36 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Literal
+from typing import Any
 
 import openai
 import pytest
 from openai.types.responses import Response
-from pydantic import BaseModel, ConfigDict
 
 from octavo.loadgen.process import ServerProcess
+from weather import Weather
 
 ASK = "Name five fruits."
 LOGPROBS: Any = ["message.output_text.logprobs"]
 ENDLESS: dict[str, Any] = {"ignore_eos": True}
-
-
-@pytest.fixture
-def client(tiny_server: ServerProcess) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{tiny_server.url}/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-def model(tiny_server: ServerProcess) -> str:
-    return tiny_server.model
-
-
-class Weather(BaseModel):
-    model_config = ConfigDict(extra="forbid")  # a random model would make use of the freedom
-
-    sky: Literal["clear", "cloudy", "rain"]
-    windy: bool
-    degrees: Literal[-5, 10, 25]
 
 
 def test_a_text_is_answered(client: openai.OpenAI, model: str) -> None:

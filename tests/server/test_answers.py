@@ -9,22 +9,15 @@ from typing import Any
 
 import pytest
 
-from serving import Served, scripted, served, user
+from serving import CALL, HERMES, SAID, Served, scripted, served, user
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ANSWERS = {
-    "fruit": "Apples, pears and plums.",
-    "emoji": "Sch\u00f6n \U0001f642 \u4f60\u597d!",
-    "one": CALL,
-    "two": "Let me see.\n" + CALL + "\n" + CALL.replace("Paris", "Rome"),
-    "broken": '<tool_call>\n{"name": "weather", "arguments": {"city": Par',
-    "thinking": "<think>\nFirst this.\n</think>\n\nThen that.",
+    **SAID,
     "again": "the same",
     **{f"q{i}": f"answer number {i * 37 % 101}" for i in range(32)},
 }
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
-HERMES = "{# <tool_call> #}{# <think> #}"
 
 
 @pytest.fixture(scope="module")

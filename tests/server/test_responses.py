@@ -19,24 +19,17 @@ from octavo.server.response_reading import Reading
 from octavo.server.settings import ServerSettings
 from octavo.text.chat import ChatTemplate
 from octavo.text.detokenize import Detokenizer
-from serving import EOS, TEMPLATE, Bytes, Served, scripted, served, until, user
+from serving import CALL, EOS, HERMES, SAID, TEMPLATE, Bytes, Served, scripted, served, until, user
 
 CHAT, PATH = "/v1/chat/completions", "/v1/responses"
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ANSWERS = {
-    "fruit": "Apples, pears and plums.",
-    "emoji": "Sch\u00f6n \U0001f642 \u4f60\u597d!",
-    "one": CALL,
-    "two": "Let me see.\n" + CALL + "\n" + CALL.replace("Paris", "Rome"),
+    **SAID,
     "between": "First.\n" + CALL + "\nThen < this.\n" + CALL + "\nAt last.",
-    "broken": '<tool_call>\n{"name": "weather", "arguments": {"city": Par',
-    "thinking": "<think>\nFirst this.\n</think>\n\nThen that.",
     "both": "<think>\nI wonder.\n</think>\n\nA moment.\n" + CALL,
     "long": "x" * 3000,
     "none": "",
 }
 TOOLS = [{"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}]
-HERMES = "{# <tool_call> #}{# <think> #}"
 LOGPROBS = ["message.output_text.logprobs"]
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
