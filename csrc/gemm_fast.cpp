@@ -8,8 +8,6 @@ namespace octavo {
 
 namespace {
 
-constexpr int8_t kOnes[4] = {1, 1, 1, 1};
-
 // A group of activations is scale n + middle with n in -127..127: rounding uses the range that the group really has.
 // y += sum w middle + scale (a dot(q - offset, n) + b sum(n)), group after group, with sum w = a sum(q - offset) + 32 b.
 // The integers are exact, so only these float operations order the result, and they come in the order of k:
@@ -17,16 +15,15 @@ constexpr int8_t kOnes[4] = {1, 1, 1, 1};
 template <Type TYPE, int R, int P> struct Fast {
     static constexpr PanelLayout lay = panel_layout(TYPE);
     using Dots = Dot<lay.bits>[R][P];
-    using Ones = Dot<lay.bits>[P];  // the sums of the weights: their dot products with ones
+    using Ones = Sums<lay.bits>[P];
 
     template <int FROM, int TO>
     OCTAVO_INLINE static void steps(Dots& dot, Ones& ones, const uint8_t* (&group)[P], const uint8_t* x) {
         bx u[P];
 #pragma GCC unroll 16
         for (int p = 0; p < P; p++) u[p] = unpack_step<TYPE, FROM>(group[p]);
-        const xb one = xb_load(kOnes);
 #pragma GCC unroll 16
-        for (int p = 0; p < P; p++) ones[p].template step<FROM>(u[p], one);
+        for (int p = 0; p < P; p++) ones[p].template step<FROM>(u[p]);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             xb four = xb_load((const int8_t*)x + (FROM * R + r) * 4);
@@ -224,17 +221,17 @@ template <Type TYPE, int R, int P> struct Ready {
 
 // Steps T..7 of a group as bytes, and their sums: of each half of the group for Q6_K, else of all in the first.
 template <Type TYPE, int T>
-OCTAVO_INLINE void ready_steps(const uint8_t* quants, Dot<panel_layout(TYPE).bits> (&sum)[2], uint8_t* to) {
+OCTAVO_INLINE void ready_steps(const uint8_t* quants, Sums<panel_layout(TYPE).bits> (&sum)[2], uint8_t* to) {
     const bx u = unpack_step<TYPE, T>(quants);
     std::memcpy(to + T * 64, &u, 64);
-    sum[TYPE == Type::Q6_K ? T / 4 : 0].template step<T>(u, xb_load(kOnes));
+    sum[TYPE == Type::Q6_K ? T / 4 : 0].template step<T>(u);
     if constexpr (T < 7) ready_steps<TYPE, T + 1>(quants, sum, to);
 }
 
 template <Type TYPE> OCTAVO_INLINE void ready_group(const uint8_t* chunk, int s, uint8_t* to) {
     constexpr PanelLayout lay = panel_layout(TYPE);
     constexpr int halves = TYPE == Type::Q6_K ? 2 : 1;
-    Dot<lay.bits> sum[2];
+    Sums<lay.bits> sum[2];
     for (auto& half : sum) half.start(Fast<TYPE, 1, 1>::from(-32 / halves));
     ready_steps<TYPE, 0>(chunk + lay.header + s * lay.group, sum, to);
     fx a, b = fx_zero();
