@@ -7,10 +7,6 @@
 
 #include "kv.h"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 namespace octavo {
 
 constexpr int kTile = 64;      // positions whose scores are computed at a time
@@ -20,20 +16,6 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 // Vectors of a register block beside R rows: enough chains to hide the latency of fma, few enough to stay in registers.
 template <int R> constexpr int kBlockVecs = (VF == 8 && R > 3) ? 2 : 4;
-
-inline float lane_max(vf x) {
-#if defined(OCTAVO_SCALAR)
-    return hmax(x);
-#elif defined(__AVX512F__)
-    return _mm512_reduce_max_ps(x.v);
-#elif defined(__AVX2__)
-    __m128 h = _mm_max_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
-    h = _mm_max_ps(h, _mm_movehl_ps(h, h));
-    return _mm_cvtss_f32(_mm_max_ss(h, _mm_shuffle_ps(h, h, 1)));
-#else
-    return hmax(x);
-#endif
-}
 
 // e^x for x <= 0, to about one unit in the last place; 0 below -87, where it would soon be subnormal.  NaN stays NaN.
 // The series of vexp without what it needs for other x: softmax spends a fifth of its time here.
@@ -247,7 +229,7 @@ template <bool SCALED, bool WHOLE> inline float finish_scores(float* s, int a, i
         if (SCALED || !WHOLE || softcap != 0) store(s + v * VF, x);
         top = vmax(x, top);
     });
-    return lane_max(top);
+    return hmax(top);
 }
 
 // Turns the row's scores, whose largest is `highest`, into weights e^(s - max) in place and adds them to the lanes of

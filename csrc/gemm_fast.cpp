@@ -1,6 +1,7 @@
 // The fast tiles: 8-bit activations against quantised weights, dot products in int32, sums over groups in float.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "tile.h"
 
@@ -213,8 +214,12 @@ template <Type TYPE, int R, int P> struct Ready {
 #pragma GCC unroll 16
             for (int p = 0; p < P; p++) acc[r][p] = fx_zero();
         }
+        Fetch fetch(out, K / 32);
 #pragma GCC unroll 1
-        for (int64_t g = 0; g < K / 32; g++, x += kRecord * R, panel += P * kReady) group(acc, panel, x);
+        for (int64_t g = 0; g < K / 32; g++, x += kRecord * R, panel += P * kReady) {
+            fetch.some();
+            group(acc, panel, x);
+        }
         finish_tile(acc, out);
     }
 };
@@ -266,18 +271,19 @@ OCTAVO_INLINE Rounded round_group(const float* x, int8_t* q) {
     constexpr int V = 32 / VF;
     vf v[V];
     v[0] = load(x);
-    vi top = as_int(abs(v[0]));  // the bits of a float without its sign sort like it, with NaN above infinity on top
+    const vf infinity = set1(std::numeric_limits<float>::infinity());
+    vm finite = abs(v[0]) < infinity;
     vf high = v[0], low = v[0];
 #pragma GCC unroll 16
     for (int i = 1; i < V; i++) {
         v[i] = load(x + i * VF);
-        top = imax(top, as_int(abs(v[i])));
+        finite = finite & (abs(v[i]) < infinity);
         high = vmax(high, v[i]);
         low = vmin(low, v[i]);
     }
     // Not finite: the row's results shall be NaN, where whoever asked for them will see it.  A very small range: all
     // are the middle, since 127 / half must be finite.
-    const bool odd = himax(top) >= 0x7f800000;
+    const bool odd = any(~finite);
     const float most = 0.5f * hmax(high), least = -0.5f * hmax(neg(low));
     const float middle = most + least, half = most - least;
     const bool tiny = half < 1e-30f;
