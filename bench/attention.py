@@ -23,6 +23,7 @@ import common
 import numpy as np
 
 from octavo.core.layout import KV_ITEMSIZE, KVLayout, LayerGroup
+from octavo.core.plan import DEVICE
 from octavo.kernels.backend import Batch, Program
 from octavo.kernels.cpu import CpuBackend
 from octavo.kernels.threads import choose_threads
@@ -52,7 +53,7 @@ class World:
     def __post_init__(self) -> None:
         count = -(-self.length // self.layout.block_size)
         self.ids = np.random.default_rng(1).permutation(count).astype(np.int32)
-        self.blocks = np.zeros((count, self.layout.block_bytes), np.uint8)
+        self.blocks = self.backend.store(count, self.layout.block_bytes, DEVICE)
         layers = self.layout.groups[0].layers
         qkv, queries = self.table(self.heads + 2 * self.layout.kv_heads), self.table(self.heads)
         inv_freq = self.backend.vector((1e4 ** -np.linspace(0, 1, self.layout.head_dim // 2)).astype(np.float32))

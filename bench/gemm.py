@@ -53,7 +53,7 @@ class Product:
         raw = random_weights(self.type, self.N * self.K // per * size)
         first = self.backend.matrix(self.type, raw, self.N, self.K)
         self.nbytes = first.nbytes
-        self.copies = max(1, min(64, -(-FAR // self.nbytes)))
+        self.copies = max(1, -(-FAR // self.nbytes))
         matrices = [first, *(self.backend.matrix(self.type, raw, self.N, self.K) for _ in range(self.copies - 1))]
         rows = np.random.default_rng(2).standard_normal((64, self.K), dtype=np.float32)
         table = self.backend.matrix("F32", rows.reshape(-1).view(np.uint8), *rows.shape)

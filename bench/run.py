@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import loads
+import numpy as np
 import peer
 import plain
 
@@ -95,11 +96,15 @@ def one_load(llm: LLM, name: str, make: loads.Maker, given: argparse.Namespace, 
     what, unit, figure = FIGURES[name]
     ours: list[Measured] = []
     theirs: list[Measured] = []
+    reads: list[float] = []
+    memory = np.ones(512 << 20, np.uint8) if name == "single" else None
     with peer_server(llm, name, make, given, threads) as (server, setup):
         warm(llm, server, make(name, 0))
         for round in range(1, given.rounds + 1):
             load = make(name, round)
             llm.reset_prefix_cache()
+            if memory is not None:
+                reads.append(llm.parts.engine.executor.backend.kernels.probe_read(memory, threads))
             ours.append(measure(llm, load))
             if server is not None:
                 theirs.append(server.measure(load))
@@ -112,6 +117,17 @@ def one_load(llm: LLM, name: str, make: loads.Maker, given: argparse.Namespace, 
         line += [(f"  llama.cpp ({setup})", f"{other:,.1f} {unit}"), ("  octavo / llama.cpp", f"{mine / other:.2f}")]
         result["peer"] = [vars(m) | {"figure": figure(m)} for m in theirs]
         result["setup"] = str(setup)
+    if reads:
+        weights = llm.parts.checkpoint.nbytes
+        share = statistics.median(m.decode_rate * weights / read for m, read in zip(ours, reads, strict=True))
+        line.append(("  of what reading the weights once a token allows", f"{share:.0%}"))
+        result |= {"read": reads, "weights": weights}
+        line.append(
+            ("first token, one request", f"{statistics.median(m.first_token or 0.0 for m in ours) * 1e3:,.0f} ms")
+        )
+        if theirs:
+            other = statistics.median(m.first_token or 0.0 for m in theirs)
+            line.append(("  llama.cpp", f"{other * 1e3:,.0f} ms"))
     print()
     rows([(label.ljust(60), value) for label, value in line])
     sys.stdout.flush()

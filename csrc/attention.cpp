@@ -259,15 +259,8 @@ template <class T> class Kernel {
             const float* q = w.q + r0 * width_;
             if constexpr (kScaled) kScorePairs<K>[n](q, width_, hd, at.keys, next_keys, ldk, w.key_scales, v0, v1, s);
             else kScore<K>[n](q, width_, hd, at.keys, next_keys, ldk, v0, v1, s);
-            float highest[kBlockRows];
-            for (int r = 0; r < n; r++)
-                highest[r] = finish_scores<kScaled>(s + r * kTile, a[r], b[r], op_.softcap, w.q_scale[r0 + r]);
-            for (int r = 0; r < n; r++) {
-                if (a[r] >= b[r]) continue;
-                float f = weigh<kScaled>(s + r * kTile, a[r], b[r], highest[r], w.max[r0 + r], w.sums + (r0 + r) * VF,
-                                         w.value_scales);
-                if (f != 1) scale_row(out + r * width_, width_, f);
-            }
+            if (all_a == 0 && all_b == kTile) soften<true>(w, r0, n, a, b);
+            else soften<false>(w, r0, n, a, b);
             // Positions in order for each row: its own before the shared run, the shared run, its own after.
             if (all_a >= all_b) all_a = all_b = kTile;
             auto mix = [&](int r, int count, int i0, int i1, const V* const* fetch) {
@@ -276,6 +269,20 @@ template <class T> class Kernel {
             for (int r = 0; r < n; r++) mix(r, 1, a[r], std::min(b[r], all_a), nullptr);
             mix(0, n, all_a, all_b, next_values);
             for (int r = 0; r < n; r++) mix(r, 1, std::max(a[r], all_b), b[r], nullptr);
+        }
+    }
+
+    // Scores of the rows r0 .. r0+n-1 to weights, and what they have mixed so far to the new maximum.
+    template <bool WHOLE> void soften(Scratch& w, int r0, int n, const int* a, const int* b) const {
+        float* s = w.scores + r0 * kTile;
+        float highest[kBlockRows];
+        for (int r = 0; r < n; r++)
+            highest[r] = finish_scores<kScaled, WHOLE>(s + r * kTile, a[r], b[r], op_.softcap, w.q_scale[r0 + r]);
+        for (int r = 0; r < n; r++) {
+            if (a[r] >= b[r]) continue;
+            float f = weigh<kScaled, WHOLE>(s + r * kTile, a[r], b[r], highest[r], w.max[r0 + r],
+                                            w.sums + (r0 + r) * VF, w.value_scales);
+            if (f != 1) scale_row(w.out + (r0 + r) * width_, width_, f);
         }
     }
 

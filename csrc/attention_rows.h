@@ -7,10 +7,6 @@
 
 #include "kv.h"
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
 namespace octavo {
 
 constexpr int kTile = 64;      // positions whose scores are computed at a time
@@ -20,20 +16,6 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 
 // Vectors of a register block beside R rows: enough chains to hide the latency of fma, few enough to stay in registers.
 template <int R> constexpr int kBlockVecs = (VF == 8 && R > 3) ? 2 : 4;
-
-inline float lane_max(vf x) {
-#if defined(OCTAVO_SCALAR)
-    return hmax(x);
-#elif defined(__AVX512F__)
-    return _mm512_reduce_max_ps(x.v);
-#elif defined(__AVX2__)
-    __m128 h = _mm_max_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
-    h = _mm_max_ps(h, _mm_movehl_ps(h, h));
-    return _mm_cvtss_f32(_mm_max_ss(h, _mm_shuffle_ps(h, h, 1)));
-#else
-    return hmax(x);
-#endif
-}
 
 // e^x for x <= 0, to about one unit in the last place; 0 below -87, where it would soon be subnormal.  NaN stays NaN.
 // The series of vexp without what it needs for other x: softmax spends a fifth of its time here.
@@ -62,6 +44,12 @@ inline float exp1(float x) {
 // Lines that hold n items from p on are fetched while something else is computed.
 template <class T> inline void prefetch(const T* p, int n) {
     for (size_t at = 0; at < n * sizeof(T); at += 64) __builtin_prefetch((const char*)p + at, 0, 2);
+}
+
+// Rows of values that are read soon, into the nearest cache: each is a line or two of its own.
+constexpr int kSoon = 8;
+template <class T> inline void soon(const T* p, int n) {
+    for (size_t at = 0; at < n * sizeof(T); at += 64) __builtin_prefetch((const char*)p + at, 0, 3);
 }
 
 OCTAVO_INLINE vf add_product(vf a, vf b, vf c) { return fma(a, b, c); }
@@ -174,7 +162,10 @@ void mix_block(const float* p, const T* const* values, const T* const* next, int
         const T* row = values[i] + d;
         multiply<R, NV>(
             acc, [&](int r) { return set1(p[r * kTile + i]); }, [&](int j) { return load_kv(row + j * VF); });
-        if (next) prefetch(next[i] + d, NV * VF);
+        if (next) {
+            prefetch(next[i] + d, NV * VF);
+            soon(values[std::min(i + kSoon, i1 - 1)] + d, NV * VF);
+        }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -215,26 +206,36 @@ inline vm between(int a, int b) {  // lanes a .. b-1, for any a and b
     return first(std::clamp(b, 0, VF)) & ~first(std::clamp(a, 0, VF));
 }
 
+// fn(v) for the vectors that hold positions a .. b-1 of a tile; WHOLE says that these are all of it.
+template <bool WHOLE, class F> OCTAVO_INLINE void each_vector(int a, int b, F&& fn) {
+    if constexpr (WHOLE) {
+#pragma GCC unroll 8
+        for (int v = 0; v < kTileVecs; v++) fn(v);
+    } else {
+        for (int v = a / VF; v * VF < b; v++) fn(v);
+    }
+}
+
 // Caps one row's scores s[a .. b-1] of a tile, times `scale`, and returns the largest.  Other lanes of the vectors that
 // those touch may hold anything, and become -inf.
-template <bool SCALED> inline float finish_scores(float* s, int a, int b, float softcap, float scale) {
+template <bool SCALED, bool WHOLE> inline float finish_scores(float* s, int a, int b, float softcap, float scale) {
     vf top = set1(kNone);
-    for (int v = a / VF; v * VF < b; v++) {
+    each_vector<WHOLE>(a, b, [&](int v) {
         vf x = load(s + v * VF);
         if constexpr (SCALED) x = x * set1(scale);
         if (softcap != 0) x = set1(softcap) * vtanh(x / set1(softcap));
         int lo = a - v * VF, hi = b - v * VF;
-        if (lo > 0 || hi < VF) x = select(between(lo, hi), x, set1(kNone));
-        store(s + v * VF, x);
+        if (!WHOLE && (lo > 0 || hi < VF)) x = select(between(lo, hi), x, set1(kNone));
+        if (SCALED || !WHOLE || softcap != 0) store(s + v * VF, x);
         top = vmax(x, top);
-    }
-    return lane_max(top);
+    });
+    return hmax(top);
 }
 
 // Turns the row's scores, whose largest is `highest`, into weights e^(s - max) in place and adds them to the lanes of
 // sum; in place they are then multiplied by the positions' scales.  Returns what older weights must be multiplied by,
 // now that the maximum may have risen.
-template <bool SCALED>
+template <bool SCALED, bool WHOLE>
 inline float weigh(float* s, int a, int b, float highest, float& max, float* sum, const float* scales) {
     float factor = 1;
     vf total = load(sum);
@@ -244,11 +245,11 @@ inline float weigh(float* s, int a, int b, float highest, float& max, float* sum
         max = highest;
     }
     vf here = zero();
-    for (int v = a / VF; v * VF < b; v++) {
+    each_vector<WHOLE>(a, b, [&](int v) {
         vf x = exp_down(load(s + v * VF) - set1(max));
         store(s + v * VF, SCALED ? x * load(scales + v * VF) : x);
         here = here + x;
-    }
+    });
     store(sum, total + here);
     return factor;
 }

@@ -4,6 +4,7 @@
 //   bx        64 bytes: 16 columns x 4 successive k, a step of a panel (panel.h)
 //   xb        4 activations (int8), repeated for each column
 //   Dot<BITS> the running dot product of one group: start(n), step<T>(u, x) for each step, total()
+//   Sums<BITS>  the same with ones, for the steps of a group (BITS = 6: of half a group)
 //
 // BITS bounds the unsigned weights that are to come.  With BITS = 8 and signed_bytes they are taken as q - 128 and no
 // offset may be added; that is how machines without an unsigned-by-signed instruction do it without overflow.
@@ -54,6 +55,31 @@ OCTAVO_INLINE fx fx_neg(fx a) { OCTAVO_EACH a.v[i] = neg(a.v[i]); return a; }
 OCTAVO_INLINE fx fx_fma(fx a, fx b, fx c) { OCTAVO_EACH c.v[i] = fma(a.v[i], b.v[i], c.v[i]); return c; }
 OCTAVO_INLINE fx fx_fma(fx a, vf b, fx c) { OCTAVO_EACH c.v[i] = fma(a.v[i], b, c.v[i]); return c; }
 OCTAVO_INLINE fx fx_float(ix a) { fx r; OCTAVO_EACH r.v[i] = to_float(a.v[i]); return r; }
+
+// Up to 6 bits the steps' bytes cannot overflow when added up: 8 x 15, 8 x 31, 4 x 63.  Bytes go through Dot.
+template <int BITS> struct Sums {
+    bx bytes;
+    ix from;
+    OCTAVO_INLINE void start(ix n) { from = n; }
+    template <int T> OCTAVO_INLINE void step(bx u) {
+        if constexpr (T % (BITS == 6 ? 4 : 8) == 0) bytes = u;
+        else bytes = bytes + u;
+    }
+    OCTAVO_INLINE ix total() const {
+        ix r = byte_sums(bytes);
+        OCTAVO_EACH r.v[i] = r.v[i] + from.v[i];
+        return r;
+    }
+};
+template <> struct Sums<8> {
+    Dot<8> dot;
+    OCTAVO_INLINE void start(ix n) { dot.start(n); }
+    template <int T> OCTAVO_INLINE void step(bx u) {
+        constexpr int8_t ones[4] = {1, 1, 1, 1};
+        dot.step<T>(u, xb_load(ones));
+    }
+    OCTAVO_INLINE ix total() const { return dot.total(); }
+};
 
 // Columns first..15 of the 16 need not exist in memory.
 OCTAVO_INLINE fx fx_load_n(const float* p, int n) {

@@ -77,6 +77,9 @@ struct Job {
                 if (shared) {
                     const Unpacked u = unpacked_of(w.type, tiles.rows(t));
                     o.ahead = 0;
+                    const bool more = t == tile0 && p + panels < w.panels;
+                    o.next = more ? w.panel(p + panels) : nullptr;
+                    o.next_bytes = more ? std::min<int64_t>(panels, w.panels - p - panels) * w.panel_bytes : 0;
                     u.tile(unpacked, u.panel_bytes, packed + row * row_bytes, K, o);
                 } else {
                     const TileFn fn = (fast ? fast_tile : exact_tile)(w.type, tiles.rows(t), panels);
@@ -175,7 +178,7 @@ void gemm(Threads& threads, const float* x, int64_t ldx, int64_t M, const Weight
         int end = i;
         int64_t width = 0;
         for (; end < n_parts && fast(end) == fast(i); end++) width += parts[end]->N;
-        const TileOut out{y + column, ldy, bias ? bias + column : nullptr, residual ? residual + column : nullptr, ldr, 0, 0};
+        const TileOut out{y + column, ldy, bias ? bias + column : nullptr, residual ? residual + column : nullptr, ldr, 0, 0, nullptr, 0};
         run(threads, Job(x, ldx, M, parts + i, end - i, out, fast(i)), work);
         column += width;
         i = end;

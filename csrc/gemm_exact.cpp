@@ -53,7 +53,9 @@ template <Type TYPE, int R, int P> struct Floats {
         clear(acc);
         clear(total);
         constexpr int item = TYPE == Type::F32 ? 4 : 2;
+        Fetch fetch(out, (K + kChain - 1) / kChain);
         for (int64_t k = 0; k < K; k++, x += R) {
+            if (TYPE == Type::F32 && k % kChain == 0) fetch.some();
             if (out.ahead && k % (4 / item) == 0) {
 #pragma GCC unroll 16
                 for (int p = 0; p < P; p++) prefetch<64>(panel + p * panel_bytes + k * NR * item + out.ahead);

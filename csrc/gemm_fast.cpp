@@ -1,14 +1,13 @@
 // The fast tiles: 8-bit activations against quantised weights, dot products in int32, sums over groups in float.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "tile.h"
 
 namespace octavo {
 
 namespace {
-
-constexpr int8_t kOnes[4] = {1, 1, 1, 1};
 
 // A group of activations is scale n + middle with n in -127..127: rounding uses the range that the group really has.
 // y += sum w middle + scale (a dot(q - offset, n) + b sum(n)), group after group, with sum w = a sum(q - offset) + 32 b.
@@ -17,16 +16,15 @@ constexpr int8_t kOnes[4] = {1, 1, 1, 1};
 template <Type TYPE, int R, int P> struct Fast {
     static constexpr PanelLayout lay = panel_layout(TYPE);
     using Dots = Dot<lay.bits>[R][P];
-    using Ones = Dot<lay.bits>[P];  // the sums of the weights: their dot products with ones
+    using Ones = Sums<lay.bits>[P];
 
     template <int FROM, int TO>
     OCTAVO_INLINE static void steps(Dots& dot, Ones& ones, const uint8_t* (&group)[P], const uint8_t* x) {
         bx u[P];
 #pragma GCC unroll 16
         for (int p = 0; p < P; p++) u[p] = unpack_step<TYPE, FROM>(group[p]);
-        const xb one = xb_load(kOnes);
 #pragma GCC unroll 16
-        for (int p = 0; p < P; p++) ones[p].template step<FROM>(u[p], one);
+        for (int p = 0; p < P; p++) ones[p].template step<FROM>(u[p]);
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             xb four = xb_load((const int8_t*)x + (FROM * R + r) * 4);
@@ -216,25 +214,29 @@ template <Type TYPE, int R, int P> struct Ready {
 #pragma GCC unroll 16
             for (int p = 0; p < P; p++) acc[r][p] = fx_zero();
         }
+        Fetch fetch(out, K / 32);
 #pragma GCC unroll 1
-        for (int64_t g = 0; g < K / 32; g++, x += kRecord * R, panel += P * kReady) group(acc, panel, x);
+        for (int64_t g = 0; g < K / 32; g++, x += kRecord * R, panel += P * kReady) {
+            fetch.some();
+            group(acc, panel, x);
+        }
         finish_tile(acc, out);
     }
 };
 
 // Steps T..7 of a group as bytes, and their sums: of each half of the group for Q6_K, else of all in the first.
 template <Type TYPE, int T>
-OCTAVO_INLINE void ready_steps(const uint8_t* quants, Dot<panel_layout(TYPE).bits> (&sum)[2], uint8_t* to) {
+OCTAVO_INLINE void ready_steps(const uint8_t* quants, Sums<panel_layout(TYPE).bits> (&sum)[2], uint8_t* to) {
     const bx u = unpack_step<TYPE, T>(quants);
     std::memcpy(to + T * 64, &u, 64);
-    sum[TYPE == Type::Q6_K ? T / 4 : 0].template step<T>(u, xb_load(kOnes));
+    sum[TYPE == Type::Q6_K ? T / 4 : 0].template step<T>(u);
     if constexpr (T < 7) ready_steps<TYPE, T + 1>(quants, sum, to);
 }
 
 template <Type TYPE> OCTAVO_INLINE void ready_group(const uint8_t* chunk, int s, uint8_t* to) {
     constexpr PanelLayout lay = panel_layout(TYPE);
     constexpr int halves = TYPE == Type::Q6_K ? 2 : 1;
-    Dot<lay.bits> sum[2];
+    Sums<lay.bits> sum[2];
     for (auto& half : sum) half.start(Fast<TYPE, 1, 1>::from(-32 / halves));
     ready_steps<TYPE, 0>(chunk + lay.header + s * lay.group, sum, to);
     fx a, b = fx_zero();
@@ -269,18 +271,19 @@ OCTAVO_INLINE Rounded round_group(const float* x, int8_t* q) {
     constexpr int V = 32 / VF;
     vf v[V];
     v[0] = load(x);
-    vi top = as_int(abs(v[0]));  // the bits of a float without its sign sort like it, with NaN above infinity on top
+    const vf infinity = set1(std::numeric_limits<float>::infinity());
+    vm finite = abs(v[0]) < infinity;
     vf high = v[0], low = v[0];
 #pragma GCC unroll 16
     for (int i = 1; i < V; i++) {
         v[i] = load(x + i * VF);
-        top = imax(top, as_int(abs(v[i])));
+        finite = finite & (abs(v[i]) < infinity);
         high = vmax(high, v[i]);
         low = vmin(low, v[i]);
     }
     // Not finite: the row's results shall be NaN, where whoever asked for them will see it.  A very small range: all
     // are the middle, since 127 / half must be finite.
-    const bool odd = himax(top) >= 0x7f800000;
+    const bool odd = any(~finite);
     const float most = 0.5f * hmax(high), least = -0.5f * hmax(neg(low));
     const float middle = most + least, half = most - least;
     const bool tiny = half < 1e-30f;

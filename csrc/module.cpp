@@ -61,7 +61,7 @@ std::shared_ptr<Weight> pack_weight(Cpu& cpu, const std::string& type, Array<uin
     nb::gil_scoped_release release;
     std::lock_guard lock(cpu.busy);
     FloatMode mode;
-    return std::shared_ptr<Weight>(pack(type.c_str(), raw.data(), N, K, cpu.threads, told));
+    return std::shared_ptr<Weight>(pack(type.c_str(), raw.data(), N, K, cpu.threads, cpu.weights, told));
 }
 
 nb::object run_program(Program& program, Array<int32_t> tokens, Array<int32_t> positions, Array<int32_t> starts,

@@ -193,7 +193,7 @@ int64_t raw_bytes(const char* type, int64_t N, int64_t K) {
 }
 
 std::unique_ptr<Weight> pack(const char* type, const uint8_t* raw, int64_t N, int64_t K, Threads& threads,
-                             const std::function<void(int64_t)>& read) {
+                             Arena& arena, const std::function<void(int64_t)>& read) {
     auto w = std::make_unique<Weight>();
     w->type = checked_type(type, N, K);
     w->N = N;
@@ -206,7 +206,8 @@ std::unique_ptr<Weight> pack(const char* type, const uint8_t* raw, int64_t N, in
         w->panel_bytes = (K / 32 + lay.groups - 1) / lay.groups * lay.chunk();
     }
     w->nbytes = size_t(w->panels * w->panel_bytes + kPanelSlack);
-    uint8_t* out = w->storage.reserve(w->nbytes);
+    w->storage = arena.take(w->nbytes);
+    uint8_t* out = w->storage.get();
     std::memset(out + w->panels * w->panel_bytes, 0, kPanelSlack);
     const int64_t panel_raw = NR * (K / info(w->type).block) * info(w->type).bytes;
     const int64_t part = std::max<int64_t>(kPartBytes / panel_raw, 1);

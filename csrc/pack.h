@@ -5,7 +5,7 @@
 #include <functional>
 #include <memory>
 
-#include "buffer.h"
+#include "arena.h"
 #include "quant.h"
 #include "threads.h"
 
@@ -21,16 +21,16 @@ struct Weight {
     int64_t panels;        // ceil(N / NR)
     int64_t panel_bytes;   // a multiple of 64
     size_t nbytes;         // all of it
-    Buffer storage;
+    std::shared_ptr<uint8_t> storage;
 
-    const uint8_t* panel(int64_t i) const { return storage.data() + i * panel_bytes; }
+    const uint8_t* panel(int64_t i) const { return storage.get() + i * panel_bytes; }
 };
 
 // raw: N rows of K weights as they lie in the file.  Throws std::invalid_argument for an unknown type name and for a K
 // that its blocks do not divide.  The caller checks that raw has raw_bytes(type, N, K) bytes.  `read`, if it is there,
 // is told from time to time how many bytes of raw, from its start, are needed no more.
 std::unique_ptr<Weight> pack(const char* type, const uint8_t* raw, int64_t N, int64_t K, Threads& threads,
-                             const std::function<void(int64_t)>& read = {});
+                             Arena& arena, const std::function<void(int64_t)>& read = {});
 
 int64_t raw_bytes(const char* type, int64_t N, int64_t K);
 

@@ -24,6 +24,7 @@ struct Cpu {
 
     Threads threads;
     Mode mode;
+    Arena weights;
     std::mutex busy;
     Workspace gemm;
     AttentionSpace attention;

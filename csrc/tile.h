@@ -33,6 +33,8 @@ struct TileOut {
     int64_t ldr;
     int64_t columns;  // that exist, from the first panel's first column on
     int64_t ahead;    // what to prefetch, in bytes from what is read; 0 for nothing
+    const uint8_t* next;  // for a tile that takes unpacked panels: kNarrow packed ones to prefetch, next_bytes, or null
+    int64_t next_bytes;
 };
 
 // x: packed activations of the tile's rows (pack_fast, pack_exact).  Where fewer than P panels are left, panel_bytes is
@@ -72,6 +74,20 @@ template <int BYTES> OCTAVO_INLINE void prefetch(const uint8_t* p) {
 #pragma GCC unroll 16
     for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
+
+// The packed panels that come next, a part of them at each of so many turns.
+struct Fetch {
+    const uint8_t *p, *end;
+    int64_t part;
+    Fetch(const TileOut& out, int64_t turns)
+        : p(out.next), end(out.next + out.next_bytes), part(((out.next_bytes + turns - 1) / turns + 63) / 64 * 64) {}
+    OCTAVO_INLINE void some() {
+        if (p == end) return;
+        const uint8_t* to = end - p < part ? end : p + part;
+        for (; p < to; p += 64) __builtin_prefetch(p, 0, 2);
+        p = to;
+    }
+};
 
 template <int R, int P> OCTAVO_INLINE void finish_tile(const fx (&acc)[R][P], const TileOut& out) {
 #pragma GCC unroll 16

@@ -103,23 +103,45 @@ OCTAVO_INLINE vf& operator+=(vf& a, vf b) { return a = a + b; }
 OCTAVO_INLINE vf& operator-=(vf& a, vf b) { return a = a - b; }
 OCTAVO_INLINE vf& operator*=(vf& a, vf b) { return a = a * b; }
 
-// Sum of the lanes: halves are folded onto each other, always in this order.
-OCTAVO_INLINE float hsum(vf x) {
+struct Add {
+    OCTAVO_INLINE static float of(float a, float b) { return a + b; }
+#if defined(__AVX2__) && !defined(OCTAVO_SCALAR)
+    OCTAVO_INLINE static __m128 of(__m128 a, __m128 b) { return _mm_add_ps(a, b); }
+    OCTAVO_INLINE static __m256 of(__m256 a, __m256 b) { return _mm256_add_ps(a, b); }
+#endif
+};
+struct Larger {
+    OCTAVO_INLINE static float of(float a, float b) { return a > b ? a : b; }
+#if defined(__AVX2__) && !defined(OCTAVO_SCALAR)
+    OCTAVO_INLINE static __m128 of(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
+    OCTAVO_INLINE static __m256 of(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+#endif
+};
+
+// One number of all lanes: halves are folded onto each other, always in this order.
+template <class Op> OCTAVO_INLINE float fold(vf x) {
+#if defined(__AVX2__) && !defined(OCTAVO_SCALAR)
+#if defined(__AVX512F__)
+    __m256 eight = Op::of(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+#else
+    __m256 eight = x.v;
+#endif
+    __m128 four = Op::of(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = Op::of(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(Op::of(two, _mm_movehdup_ps(two)));
+#else
     float t[VF];
     store(t, x);
     for (int h = VF / 2; h; h /= 2)
-        for (int i = 0; i < h; i++) t[i] += t[i + h];
+        for (int i = 0; i < h; i++) t[i] = Op::of(t[i], t[i + h]);
     return t[0];
+#endif
 }
 
+OCTAVO_INLINE float hsum(vf x) { return fold<Add>(x); }
+
 // Largest lane; NaN lanes are passed over or returned, unspecified which.
-OCTAVO_INLINE float hmax(vf x) {
-    float t[VF];
-    store(t, x);
-    for (int h = VF / 2; h; h /= 2)
-        for (int i = 0; i < h; i++) t[i] = t[i] < t[i + h] ? t[i + h] : t[i];
-    return t[0];
-}
+OCTAVO_INLINE float hmax(vf x) { return fold<Larger>(x); }
 
 // e^x to about one unit in the last place.  -inf gives 0, +inf gives inf, NaN stays NaN, results below 2^-126 are
 // rounded as subnormals.  x = n ln2 + r with |r| <= ln2/2; e^r by its series to r^7 (remainder 5e-9 relative).

@@ -94,6 +94,20 @@ template <int BITS> struct Dot {
 };
 #endif
 
+// The sum of each column's four unsigned bytes.
+OCTAVO_INLINE bx operator+(bx a, bx b) {
+    for (int i = 0; i < 2; i++) a.v[i] = _mm256_add_epi8(a.v[i], b.v[i]);
+    return a;
+}
+OCTAVO_INLINE ix byte_sums(bx a) {
+    ix r;
+    for (int i = 0; i < 2; i++) {
+        __m256i pairs = _mm256_maddubs_epi16(a.v[i], _mm256_set1_epi8(1));
+        r.v[i] = {_mm256_madd_epi16(pairs, _mm256_set1_epi16(1))};
+    }
+    return r;
+}
+
 template <int J> OCTAVO_INLINE ix bx_byte(bx a) {
     ix r;
     for (int i = 0; i < 2; i++) r.v[i] = shr<8 * J>(vi{a.v[i]}) & iset1(255);

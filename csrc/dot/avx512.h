@@ -39,6 +39,12 @@ template <int BITS> struct Dot {
     OCTAVO_INLINE ix total() const { return {{{sum}}}; }
 };
 
+// The sum of each column's four unsigned bytes.
+OCTAVO_INLINE bx operator+(bx a, bx b) { return {_mm512_add_epi8(a.v, b.v)}; }
+OCTAVO_INLINE ix byte_sums(bx a) {
+    return {{{_mm512_dpbusd_epi32(_mm512_setzero_si512(), a.v, _mm512_set1_epi8(1))}}};
+}
+
 // Byte J of each column's four, as a number.
 template <int J> OCTAVO_INLINE ix bx_byte(bx a) {
     if constexpr (J == 3) return {{shr<24>(vi{a.v})}};

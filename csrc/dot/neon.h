@@ -60,6 +60,17 @@ template <int BITS> struct Dot {
     OCTAVO_INLINE ix total() const { return {{{sum[0]}, {sum[1]}, {sum[2]}, {sum[3]}}}; }
 };
 
+// The sum of each column's four unsigned bytes.
+OCTAVO_INLINE bx operator+(bx a, bx b) {
+    for (int i = 0; i < 4; i++) a.v[i] = vaddq_u8(a.v[i], b.v[i]);
+    return a;
+}
+OCTAVO_INLINE ix byte_sums(bx a) {
+    ix r;
+    for (int i = 0; i < 4; i++) r.v[i] = {vreinterpretq_s32_u32(vdotq_u32(vdupq_n_u32(0), a.v[i], vdupq_n_u8(1)))};
+    return r;
+}
+
 template <int J> OCTAVO_INLINE ix bx_byte(bx a) {
     ix r;
     for (int i = 0; i < 4; i++) {

@@ -58,6 +58,17 @@ template <int BITS> struct Dot {
     }
 };
 
+// The sum of each column's four unsigned bytes.
+OCTAVO_INLINE bx operator+(bx a, bx b) {
+    for (int i = 0; i < 64; i++) a.v[i] = uint8_t(a.v[i] + b.v[i]);
+    return a;
+}
+OCTAVO_INLINE ix byte_sums(bx a) {
+    ix r;
+    for (int i = 0; i < NR; i++) r.v[i / VF].v[i % VF] = a.v[4 * i] + a.v[4 * i + 1] + a.v[4 * i + 2] + a.v[4 * i + 3];
+    return r;
+}
+
 template <int J> OCTAVO_INLINE ix bx_byte(bx a) {
     ix r;
     for (int i = 0; i < NR; i++) r.v[i / VF].v[i % VF] = a.v[i * 4 + J];

@@ -5,7 +5,9 @@ The oracle for what a weight's bits mean is the gguf package.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -205,6 +207,29 @@ def test_packing_keeps_the_size_of_the_file(type: str) -> None:
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
+
+
+def memory_in_use() -> int:
+    """Bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells of memory as Linux does")
+def test_weights_take_their_size_and_give_it_back() -> None:
+    rng = np.random.default_rng(5)
+    matrices = [float_matrix("F32", rng.standard_normal((512, 512))) for _ in range(100)]
+    backend = CpuBackend(threads=1)
+    before = memory_in_use()
+    packed = [matrix.pack(backend) for matrix in matrices]
+    size = sum(weight.nbytes for weight in packed)
+    taken = memory_in_use() - before
+    assert size <= taken + (1 << 20) and taken < size + (6 << 20)  # the last huge page, and what Python needs itself
+    first = matrices[0].values
+    alone = linear(backend, first[:3], packed[:1])
+    del packed[1:]
+    assert same_bits(linear(backend, first[:3], packed), alone), "a weight outlives those beside it"
+    del packed, backend
+    assert memory_in_use() - before < size // 4
 
 
 @pytest.mark.parametrize("type", TYPES)

@@ -21,6 +21,7 @@ Array = np.ndarray
 
 log = logging.getLogger(__name__)
 
+PAGE = 4096
 ROW_TILE = 256  # tokens that pass from one attention to the next together, so that activations stay in cache
 
 
@@ -69,6 +70,17 @@ class CpuBackend:
         recorder = Recorder(layout, heads)
         build(recorder)
         return CpuProgram(recorder.finish(self, row_tile), layout)
+
+    def store(self, count: int, nbytes: int, tier: int) -> Array:
+        # Untouched pages of an empty array cost no memory: the pool fills as blocks are first used.  NumPy's own start
+        # 16 bytes into a page, and each vector of keys would then lie across two cache lines.
+        memory = np.empty(count * nbytes + PAGE, np.uint8)
+        first = -memory.ctypes.data % PAGE
+        return memory[first : first + count * nbytes].reshape(count, nbytes)
+
+    def block(self, blocks: Array, slot: int) -> Array:
+        row: Array = blocks[slot]
+        return row
 
     def move(self, source: Array, target: Array, pairs: Array) -> None:
         self.native.move(source, target, np.ascontiguousarray(pairs, dtype=np.int64).reshape(-1, 2))
