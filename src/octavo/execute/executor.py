@@ -50,9 +50,8 @@ class LocalExecutor:
         self.backend = backend
         self.program = program
         self.layout = layout
-        # Untouched pages of an empty array cost no memory: the pool fills as blocks are first used.
-        self.blocks = np.empty((blocks, layout.block_bytes), np.uint8)
-        self.host = np.empty((host_slots, layout.block_bytes), np.uint8)
+        self.blocks = backend.store(blocks, layout.block_bytes, DEVICE)
+        self.host = backend.store(host_slots, layout.block_bytes, HOST)
         self.tiers = {DEVICE: self.blocks, HOST: self.host}
         self.disk = disk
         self.banned = np.asarray(banned, np.int32)
@@ -74,7 +73,8 @@ class LocalExecutor:
     def close(self) -> None:
         if self.disk is not None:
             self.disk.close()
-        self.blocks = self.host = np.empty((0, self.layout.block_bytes), np.uint8)
+        self.blocks = self.backend.store(0, self.layout.block_bytes, DEVICE)
+        self.host = self.backend.store(0, self.layout.block_bytes, HOST)
         self.tiers = {DEVICE: self.blocks, HOST: self.host}
 
     def _move(self, moves: Sequence[Move]) -> None:
@@ -89,20 +89,25 @@ class LocalExecutor:
     def copy_rate(self) -> float:
         """Bytes a second that moves between the device and the host tier reach, measured now on a few blocks."""
         n = max(1, min(len(self.blocks), len(self.host), 1 + (8 << 20) // self.layout.block_bytes))
-        trial = np.ones((n, self.layout.block_bytes), np.uint8)
-        target = np.ones_like(trial)
+        size = self.layout.block_bytes
+        device, host = self.backend.store(n, size, DEVICE), self.backend.store(n, size, HOST)
         pairs = np.repeat(np.arange(n, dtype=np.int32), 2).reshape(n, 2)
+        for i in range(n):
+            self.backend.block(host, i)[:] = 1
+        self.backend.move(host, device, pairs)  # once for pages and kernels that are not there yet
+        self.backend.block(host, 0)
         began = time.perf_counter()
-        self.backend.move(trial, target, pairs)
-        return trial.nbytes / max(time.perf_counter() - began, 1e-9)
+        self.backend.move(device, host, pairs)
+        self.backend.block(host, 0)
+        return n * size / max(time.perf_counter() - began, 1e-9)
 
     def _move_disk(self, moves: Sequence[Move], wait: bool = False) -> None:
         for move in moves:
             assert self.disk is not None
             if move.target.tier == DISK:
-                self.disk.write(move, self.tiers[move.source.tier][move.source.slot], wait)
+                self.disk.write(move, self.backend.block(self.tiers[move.source.tier], move.source.slot), wait)
             else:
-                self.disk.read(move, self.tiers[HOST][move.target.slot])
+                self.disk.read(move, self.backend.block(self.host, move.target.slot))
 
     def _compute(self, rows: Sequence[Row]) -> tuple[RowResult, ...]:
         if not rows:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from octavo.core.plan import Draw, Row, RowResult, TokenLogprobs
-from octavo.kernels.backend import Backend, SampleBatch, Sampled
+from octavo.kernels.backend import Backend, Logits, SampleBatch, Sampled
 
 NOT_A_NUMBER = "the model's logits for this request are not finite numbers, or every token is banned"
 
@@ -74,7 +74,7 @@ def _bias(draws: Sequence[tuple[int, Draw]], banned: np.ndarray) -> tuple[np.nda
     )
 
 
-def results(backend: Backend, rows: Sequence[Row], logits: np.ndarray, banned: np.ndarray) -> tuple[RowResult, ...]:
+def results(backend: Backend, rows: Sequence[Row], logits: Logits, banned: np.ndarray) -> tuple[RowResult, ...]:
     """``logits`` [R, V] in the order of :func:`octavo.execute.inputs.batch`."""
     draws: list[tuple[int, Draw]] = []
     scored: list[tuple[int, int]] = []  # (row, first logits row)
@@ -101,10 +101,9 @@ def results(backend: Backend, rows: Sequence[Row], logits: np.ndarray, banned: n
     return tuple(out)
 
 
-def _score(backend: Backend, row: Row, logits: np.ndarray, at: int) -> tuple[TokenLogprobs, ...] | None:
+def _score(backend: Backend, row: Row, logits: Logits, at: int) -> tuple[TokenLogprobs, ...] | None:
     n = len(row.targets)
-    part = np.ascontiguousarray(logits[at : at + n])
-    scored = backend.score(part, np.frombuffer(row.targets, np.int32), row.score)
+    scored = backend.score(logits[at : at + n], np.frombuffer(row.targets, np.int32), row.score)
     if (scored.token < 0).any():
         return None
     return tuple(_entry(scored, i, token, row.score) for i, token in enumerate(row.targets))

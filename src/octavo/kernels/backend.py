@@ -18,9 +18,11 @@ import numpy as np
 
 from octavo.core.layout import KVLayout
 
-Value = Any  # a backend's activation, [rows, width] float32; opaque to the decoder
+Value = Any  # a backend's activation, [rows, width]; opaque to the decoder
 Weight = Any  # a packed matrix
 Vector = Any  # a packed float32 parameter vector
+Blocks = Any  # a tier's blocks, uint8 [count, block_bytes], where the backend keeps them; has a length
+Logits = Any  # float32 [R, V], where the backend keeps them; has a shape and can be sliced by rows
 
 
 @dataclass
@@ -45,7 +47,10 @@ class Batch:
 
 
 class Ops(Protocol):
-    """Operators as the decoder calls them.  M, R as in :class:`Batch`; all activations are float32."""
+    """Operators as the decoder calls them.  M, R as in :class:`Batch`.
+
+    Activations are float32, but for what a backend rounds where only a product with 16-bit weights reads it.
+    """
 
     def embed(self, table: Weight, scale: float = 1.0) -> Value:
         """[M, D]: rows ``tokens`` of the (possibly quantised) table, dequantised to float32, times ``scale``."""
@@ -93,8 +98,8 @@ class Ops(Protocol):
 
 
 class Program(Protocol):
-    def run(self, batch: Batch, blocks: np.ndarray) -> np.ndarray:
-        """Runs one step; ``blocks`` is uint8 [pool, block_bytes].  Returns logits float32 [R, V].
+    def run(self, batch: Batch, blocks: Blocks) -> Logits:
+        """Runs one step over the blocks of the device tier, those of the backend's own ``store``.
 
         The result may be a view of a buffer that the next run overwrites.
         """
@@ -181,10 +186,19 @@ class Backend(Protocol):
 
     def program(self, build: Callable[[Ops], None], layout: KVLayout, heads: int) -> Program: ...
 
-    def move(self, source: np.ndarray, target: np.ndarray, pairs: np.ndarray) -> None:
-        """Copies blocks, in order: target[pairs[i,1]] = source[pairs[i,0]]; arrays uint8 [n, block_bytes]."""
+    def store(self, count: int, nbytes: int, tier: int) -> Blocks:
+        """Room for ``count`` blocks of ``nbytes`` bytes in a tier (``core.plan.DEVICE`` or ``HOST``), empty yet."""
 
-    def sample(self, logits: np.ndarray, batch: SampleBatch) -> Sampled: ...
+    def block(self, blocks: Blocks, slot: int) -> np.ndarray:
+        """One block, uint8 [nbytes]: of a host store its very memory, of a device store it may be a copy, to be read.
 
-    def score(self, logits: np.ndarray, targets: np.ndarray, top: int) -> Sampled:
+        All moves so far that touch it have ended when it returns.
+        """
+
+    def move(self, source: Blocks, target: Blocks, pairs: np.ndarray) -> None:
+        """Copies blocks, in order: target[pairs[i,1]] = source[pairs[i,0]], before what runs next."""
+
+    def sample(self, logits: Logits, batch: SampleBatch) -> Sampled: ...
+
+    def score(self, logits: Logits, targets: np.ndarray, top: int) -> Sampled:
         """Log-probability and rank of ``targets`` int32 [R] under ``logits`` [R, V], and the ``top`` best."""

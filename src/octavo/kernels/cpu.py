@@ -70,6 +70,14 @@ class CpuBackend:
         build(recorder)
         return CpuProgram(recorder.finish(self, row_tile), layout)
 
+    def store(self, count: int, nbytes: int, tier: int) -> Array:
+        # Untouched pages of an empty array cost no memory: the pool fills as blocks are first used.
+        return np.empty((count, nbytes), np.uint8)
+
+    def block(self, blocks: Array, slot: int) -> Array:
+        row: Array = blocks[slot]
+        return row
+
     def move(self, source: Array, target: Array, pairs: Array) -> None:
         self.native.move(source, target, np.ascontiguousarray(pairs, dtype=np.int64).reshape(-1, 2))
 

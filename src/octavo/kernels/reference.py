@@ -52,6 +52,13 @@ class ReferenceBackend:
     def program(self, build: Callable[[Ops], None], layout: KVLayout, heads: int) -> ReferenceProgram:
         return ReferenceProgram(build, layout, heads, self.dtype)
 
+    def store(self, count: int, nbytes: int, tier: int) -> Array:
+        return np.empty((count, nbytes), np.uint8)
+
+    def block(self, blocks: Array, slot: int) -> Array:
+        row: Array = blocks[slot]
+        return row
+
     def move(self, source: Array, target: Array, pairs: Array) -> None:
         for a, b in pairs.tolist():
             target[b] = source[a]
