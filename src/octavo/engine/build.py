@@ -18,6 +18,7 @@ from octavo.engine.persist import open_disk
 from octavo.errors import ConfigError, ModelError
 from octavo.execute.executor import LocalExecutor
 from octavo.kernels.backend import Backend
+from octavo.kernels.triton.device import choose_device, interpret
 from octavo.loading import open_model
 from octavo.loading.checkpoint import Checkpoint
 from octavo.models.decoder import compile_model, kv_layout, load_weights
@@ -50,13 +51,35 @@ class Parts:
 
 
 def make_backend(config: EngineConfig) -> Backend:
-    if config.backend == "reference":
+    """The kernels that the settings name; raises ConfigError for a device that can't be had.
+
+    Only what is chosen is imported: torch takes a second, and need not be installed.
+    """
+    device = choose_device(config.device, config.backend, config.tensor_parallel)
+    name = ("triton" if device == "cuda" else "cpu") if config.backend == "auto" else config.backend
+    if name == "triton":
+        return _triton(config, device)
+    if config.kv_dtype == "fp8":
+        raise ConfigError("kv_dtype fp8 is for a GPU; on the CPU int8 takes as little memory", "kv_dtype")
+    if config.gemm != "fixed":
+        raise ConfigError(f"gemm {config.gemm} is for a GPU; on the CPU sums have a fixed order anyway", "gemm")
+    if name == "reference":
         from octavo.kernels.reference import ReferenceBackend
 
         return ReferenceBackend()
     from octavo.kernels.cpu import CpuBackend
 
     return CpuBackend(threads=config.threads, compute=config.compute, isa=config.isa)
+
+
+def _triton(config: EngineConfig, device: str) -> Backend:
+    if config.gemm == "cublas":
+        log.warning("gemm cublas: the same request may get other bytes in another batch")
+    if device == "cpu":
+        interpret()
+    from octavo.kernels.triton.backend import TritonBackend
+
+    return TritonBackend(device=device, gemm=config.gemm)
 
 
 def make_policy(config: EngineConfig) -> Policy:
