@@ -12,6 +12,7 @@ from octavo.config import EngineConfig, format_size
 from octavo.core.layout import KVLayout
 from octavo.decode.lookup import PromptLookup
 from octavo.engine.engine import Engine
+from octavo.engine.gpu_memory import gpu_memory, largest_step, on_gpu, plan_gpu_memory, step_memory
 from octavo.engine.intake import Intake
 from octavo.engine.memory import MemoryPlan, plan_memory, plan_swap
 from octavo.engine.persist import open_disk
@@ -136,13 +137,21 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
     spec = checkpoint.spec
     context = context_of(checkpoint, config)
     layout = layout_of(checkpoint, config)
-    memory = plan_memory(config, layout, context, checkpoint.nbytes)
-    tokenizer = open_tokenizer(checkpoint)
     backend = make_backend(config)
+    most_logits = max(1, LOGITS_BYTES // (4 * spec.vocab))
+    if on_gpu(backend):
+        # What can't fit is refused before it is loaded; what can is sized by what a step then takes.
+        plan_gpu_memory(config, layout, context, gpu_memory(backend, weights=checkpoint.nbytes))
+    else:
+        memory = plan_memory(config, layout, context, checkpoint.nbytes)
+    tokenizer = open_tokenizer(checkpoint)
     packed = (lambda done, total: progress("loading", done, total)) if progress else None
     weights = load_weights(backend, checkpoint, packed)
     checkpoint.tensors.release()
     program = compile_model(backend, spec, weights, layout)
+    if on_gpu(backend):
+        step = step_memory(backend, program, layout, largest_step(config, context, most_logits))
+        memory = plan_gpu_memory(config, layout, context, gpu_memory(backend, step=step))
     # Rows of the head that no token has must never be drawn: they have no text.
     banned = range(tokenizer.vocab_size, spec.vocab)
     host = plan_swap(config, layout, memory.blocks)
@@ -163,7 +172,7 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
         budget=budget,
         swap_pays=choice,
         max_running=config.max_running,
-        most_logits=max(1, LOGITS_BYTES // (4 * spec.vocab)),
+        most_logits=most_logits,
         clock=clock,
         audited=config.audit,
         block_bytes=layout.block_bytes,
