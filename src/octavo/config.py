@@ -57,7 +57,12 @@ class EngineConfig:
     - ``kv_disk``: bytes of disk for prefixes that fall out of memory, which survive a restart; ``kv_disk_path``: where
     - ``speculate``: most tokens that a step drafts by prompt lookup for one sequence, to be verified together (0 or
       None: none); on text that repeats its prompt several come out right at once, on other text nothing is drafted
-    - ``backend``: "cpu" or "reference" (NumPy, slow: the definition of right)
+    - ``device``: "auto" (a GPU if one can be computed on, else the CPU), "cpu" or "cuda"
+    - ``gpu_memory``: the share of a GPU's memory that weights, activations and K and V may take together
+    - ``gemm``: on a GPU, "fixed" (sums in an order that is a row's own) or "cublas" (faster for some shapes; the same
+      request may get other bytes in another batch)
+    - ``tensor_parallel``: how many GPUs, or processes on the CPU, share the heads and the weights
+    - ``backend``: "auto" (the device's own), "cpu", "triton" or "reference" (NumPy, slow: the definition of right)
     - ``audit``: recount all blocks after each step (slow; for tests)
     """
 
@@ -80,7 +85,11 @@ class EngineConfig:
     kv_disk: int | str | None = None
     kv_disk_path: str | None = None
     speculate: int | None = None
-    backend: str = "cpu"
+    device: str = "auto"
+    gpu_memory: float = 0.9
+    gemm: str = "fixed"
+    tensor_parallel: int = 1
+    backend: str = "auto"
     audit: bool = False
 
     def __post_init__(self) -> None:
@@ -98,7 +107,13 @@ class EngineConfig:
             self._within("speculate", 0, 64)
         self._one_of("kv_dtype", tuple(KV_ITEMSIZE))
         self._one_of("compute", ("fast", "exact"))
-        self._one_of("backend", ("cpu", "reference"))
+        self._one_of("device", ("auto", "cpu", "cuda"))
+        self._one_of("gemm", ("fixed", "cublas"))
+        self._one_of("backend", ("auto", "cpu", "triton", "reference"))
+        self._within("tensor_parallel", 1, 64)
+        share = self.gpu_memory
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory must be a share above 0 and up to 1, not {share!r}", "gpu_memory")
         self._one_of("policy", ("fcfs", "priority", "shortest", "fair"))
         self._check_weights()
         for name in ("prefix_cache", "generation_defaults", "audit"):

@@ -55,7 +55,11 @@ ENGINE = (
     Flag("kv_disk", 'disk for computed prefixes, such as "8GiB"; they survive a restart', "SIZE"),
     Flag("kv_disk_path", "where they lie (default: in the cache folder)", "DIR"),
     Flag("speculate", "draft up to N tokens a step by prompt lookup: faster where answers repeat their prompt", "N"),
-    Flag("backend", "cpu, or reference (NumPy, slow: the definition of right)", "NAME"),
+    Flag("device", "auto (a GPU if there is a usable one), cpu or cuda", "NAME"),
+    Flag("gpu_memory", "the share of a GPU's memory that may be used, keys and values included", "SHARE"),
+    Flag("gemm", "on a GPU: fixed, or cublas (answers then depend on what else runs)", "HOW"),
+    Flag("tensor_parallel", "GPUs (or processes) that share the model", "N"),
+    Flag("backend", "auto (the device's own), cpu, triton or reference (NumPy, slow: the definition of right)", "NAME"),
     Flag("audit", "recount all blocks after each step (slow, for debugging)"),
 )
 

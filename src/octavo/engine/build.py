@@ -12,12 +12,14 @@ from octavo.config import EngineConfig, format_size
 from octavo.core.layout import KVLayout
 from octavo.decode.lookup import PromptLookup
 from octavo.engine.engine import Engine
+from octavo.engine.gpu_memory import gpu_memory, largest_step, on_gpu, plan_gpu_memory, step_memory
 from octavo.engine.intake import Intake
 from octavo.engine.memory import MemoryPlan, plan_memory, plan_swap
 from octavo.engine.persist import open_disk
 from octavo.errors import ConfigError, ModelError
 from octavo.execute.executor import LocalExecutor
 from octavo.kernels.backend import Backend
+from octavo.kernels.triton.device import choose_device, interpret
 from octavo.loading import open_model
 from octavo.loading.checkpoint import Checkpoint
 from octavo.models.decoder import compile_model, kv_layout, load_weights
@@ -50,13 +52,35 @@ class Parts:
 
 
 def make_backend(config: EngineConfig) -> Backend:
-    if config.backend == "reference":
+    """The kernels that the settings name; raises ConfigError for a device that can't be had.
+
+    Only what is chosen is imported: torch takes a second, and need not be installed.
+    """
+    device = choose_device(config.device, config.backend, config.tensor_parallel)
+    name = ("triton" if device == "cuda" else "cpu") if config.backend == "auto" else config.backend
+    if name == "triton":
+        return _triton(config, device)
+    if config.kv_dtype == "fp8":
+        raise ConfigError("kv_dtype fp8 is for a GPU; on the CPU int8 takes as little memory", "kv_dtype")
+    if config.gemm != "fixed":
+        raise ConfigError(f"gemm {config.gemm} is for a GPU; on the CPU sums have a fixed order anyway", "gemm")
+    if name == "reference":
         from octavo.kernels.reference import ReferenceBackend
 
         return ReferenceBackend()
     from octavo.kernels.cpu import CpuBackend
 
     return CpuBackend(threads=config.threads, compute=config.compute, isa=config.isa)
+
+
+def _triton(config: EngineConfig, device: str) -> Backend:
+    if config.gemm == "cublas":
+        log.warning("gemm cublas: the same request may get other bytes in another batch")
+    if device == "cpu":
+        interpret()
+    from octavo.kernels.triton.backend import TritonBackend
+
+    return TritonBackend(device=device, gemm=config.gemm)
 
 
 def make_policy(config: EngineConfig) -> Policy:
@@ -113,13 +137,21 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
     spec = checkpoint.spec
     context = context_of(checkpoint, config)
     layout = layout_of(checkpoint, config)
-    memory = plan_memory(config, layout, context, checkpoint.nbytes)
-    tokenizer = open_tokenizer(checkpoint)
     backend = make_backend(config)
+    most_logits = max(1, LOGITS_BYTES // (4 * spec.vocab))
+    if on_gpu(backend):
+        # What can't fit is refused before it is loaded; what can is sized by what a step then takes.
+        plan_gpu_memory(config, layout, context, gpu_memory(backend, weights=checkpoint.nbytes))
+    else:
+        memory = plan_memory(config, layout, context, checkpoint.nbytes)
+    tokenizer = open_tokenizer(checkpoint)
     packed = (lambda done, total: progress("loading", done, total)) if progress else None
     weights = load_weights(backend, checkpoint, packed)
     checkpoint.tensors.release()
     program = compile_model(backend, spec, weights, layout)
+    if on_gpu(backend):
+        step = step_memory(backend, program, layout, largest_step(config, context, most_logits))
+        memory = plan_gpu_memory(config, layout, context, gpu_memory(backend, step=step))
     # Rows of the head that no token has must never be drawn: they have no text.
     banned = range(tokenizer.vocab_size, spec.vocab)
     host = plan_swap(config, layout, memory.blocks)
@@ -140,7 +172,7 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
         budget=budget,
         swap_pays=choice,
         max_running=config.max_running,
-        most_logits=max(1, LOGITS_BYTES // (4 * spec.vocab)),
+        most_logits=most_logits,
         clock=clock,
         audited=config.audit,
         block_bytes=layout.block_bytes,

@@ -1,0 +1,67 @@
+"""Compiles Triton kernels for GPUs that need not be there; run as a script, since the interpreter excludes it.
+
+Reads JSON [[module, kernel, {argument: type or constant}, {option: value}], ...] and an architecture; writes, as JSON,
+for each its registers and the bytes that it spills, or nothing at all where the toolchain is missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+Kernel = tuple[str, str, dict[str, Any], dict[str, int]]
+
+
+def compiled(kernels: list[Kernel], architecture: int) -> list[dict[str, int]]:
+    """Registers, bytes of stack and of shared memory of each kernel, compiled in a process of its own."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, __file__, str(architecture)],
+        input=json.dumps(kernels),
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    found: list[dict[str, int]] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+def _compile(module: str, name: str, arguments: dict[str, Any], options: dict[str, int], target: Any) -> dict[str, int]:
+    import triton
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(module), name)
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={n: arguments[n] if isinstance(arguments.get(n), str) else "constexpr" for n in names},
+        constexprs={(names.index(n),): v for n, v in arguments.items() if n in names and not isinstance(v, str)},
+    )
+    built = triton.compile(source, target=target, options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+    counts = {k.lower(): int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    return {**counts, "shared": built.metadata.shared}
+
+
+def main(architecture: int) -> None:
+    from triton.backends.compiler import GPUTarget
+
+    target = GPUTarget("cuda", architecture, 32)
+    print(json.dumps([_compile(*kernel, target) for kernel in json.load(sys.stdin)]))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
