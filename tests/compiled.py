@@ -1,7 +1,7 @@
 """Compiles Triton kernels for GPUs that need not be there; run as a script, since the interpreter excludes it.
 
 Reads JSON [[module, kernel, {argument: type or constant}, {option: value}], ...] and an architecture; writes, as JSON,
-for each its registers and the bytes that it spills, or nothing at all where the toolchain is missing.
+for each its registers, bytes of stack and of shared memory, and the matrix instructions that it uses.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-Kernel = tuple[str, str, dict[str, Any], dict[str, int]]
+Kernel = tuple[str, str, dict[str, Any], dict[str, Any]]
 
 
-def compiled(kernels: list[Kernel], architecture: int) -> list[dict[str, int]]:
-    """Registers, bytes of stack and of shared memory of each kernel, compiled in a process of its own."""
+def compiled(kernels: list[Kernel], architecture: int) -> list[dict[str, Any]]:
+    """``reg``, bytes of ``stack`` and ``shared``, ``mma`` (shapes) of each kernel, compiled in a process of its own."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, __file__, str(architecture)],
@@ -31,11 +31,11 @@ def compiled(kernels: list[Kernel], architecture: int) -> list[dict[str, int]]:
         timeout=300,
     )
     assert run.returncode == 0, run.stderr[-3000:]
-    found: list[dict[str, int]] = json.loads(run.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
     return found
 
 
-def _compile(module: str, name: str, arguments: dict[str, Any], options: dict[str, int], target: Any) -> dict[str, int]:
+def _compile(module: str, name: str, arguments: dict[str, Any], options: dict[str, Any], target: Any) -> dict[str, Any]:
     import triton
     from triton.compiler import ASTSource
 
@@ -45,6 +45,10 @@ def _compile(module: str, name: str, arguments: dict[str, Any], options: dict[st
         fn=kernel,
         signature={n: arguments[n] if isinstance(arguments.get(n), str) else "constexpr" for n in names},
         constexprs={(names.index(n),): v for n, v in arguments.items() if n in names and not isinstance(v, str)},
+        # As torch's memory is aligned.
+        attrs={
+            (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if str(arguments.get(n, "")).startswith("*")
+        },
     )
     built = triton.compile(source, target=target, options=options)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -53,7 +57,8 @@ def _compile(module: str, name: str, arguments: dict[str, Any], options: dict[st
         file.flush()
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
     counts = {k.lower(): int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    return {**counts, "shared": built.metadata.shared}
+    mma = sorted(set(re.findall(r"(?:wg)?mma\.(?:mma_async\.)?sync\.aligned\.(m\d+n\d+k\d+)", built.asm["ptx"])))
+    return {**counts, "shared": built.metadata.shared, "mma": mma}
 
 
 def main(architecture: int) -> None:

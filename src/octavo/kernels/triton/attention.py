@@ -22,8 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
+from octavo.core.layout import KVLayout
 from octavo.kernels.backend import Batch
-from octavo.kernels.triton.cache import Cache
+from octavo.kernels.triton.cache import Cache, computed
 from octavo.kernels.triton.gate import tanh
 from octavo.kernels.triton.rounding import from_fp8, narrow
 
@@ -83,6 +84,10 @@ def attend_tile(
     place = (token0 + token).to(tl.int64) * (KV_HEADS * GROUP) + kv * GROUP + pair % GROUP
     mine = valid[:, None] & (dims < DIM)[None, :]
     q = tl.load(queries + place[:, None] * DIM + dims[None, :], mask=mine, other=0.0)
+    if FP8:
+        q = narrow(q, tl.float16)
+    else:
+        q = narrow(q, cache.dtype.element_ty)
     seen_from = 0
     if WINDOW > 0:
         seen_from = tl.maximum(position0 + pair0 // GROUP - WINDOW + 1, 0)
@@ -175,11 +180,11 @@ def join_pieces(
 class Work:
     """What the programs of one step do in the layers of one group.
 
-    - ``items`` int32 [n, 8]: a tile's first token in the batch's order, the row's tokens, the first (token, head) pair,
-      the row's first position; where its table begins; the positions to visit, from a multiple of the tile to the end;
-      the first row of scratch for its partial result, or -1 for a whole one
-    - ``joins`` int32 [k, 8]: first token, tokens and first pair as above; the first row of scratch, how many pieces, and
-      how many rows each has
+    - ``items`` int32 [n, 8]: a tile's first token in the batch's order, the row's tokens, the first (token, head)
+      pair, the row's first position; where its table begins; the positions to visit, from a multiple of the tile to the
+      end; the first row of scratch for its partial result, or -1 for a whole one
+    - ``joins`` int32 [k, 8]: first token, tokens and first pair as above; the first row of scratch, how many pieces,
+      and how many rows each has
     """
 
     items: Array
@@ -187,16 +192,17 @@ class Work:
     row: Array  # of each item
 
 
-def tile_positions(head_dim: int, itemsize: int) -> int:
+def tile_positions(layout: KVLayout) -> int:
     """Keys that are visited at a time: fewer where they are large, for what a GPU's shared memory holds."""
-    return 64 if head_dim * itemsize <= 256 else 32
+    return 64 if layout.head_dim * computed(layout).itemsize <= 256 else 32
 
 
-def plan(batch: Batch, heads: int, kv_heads: int, window: int | None, tile: int, split: int = SPLIT) -> Work:
+def plan(batch: Batch, layout: KVLayout, heads: int, window: int | None) -> Work:
     """The work of all layers of one window: which results are whole and which are cut changes speed, not bits.
 
     Where the rows' tables begin is another thing for each group: see :func:`at_tables`.
     """
+    kv_heads, tile, split = layout.kv_heads, tile_positions(layout), SPLIT
     share = heads // kv_heads
     counts = np.diff(batch.starts)
     tiles = -(-counts * share // ROWS)
@@ -259,7 +265,6 @@ def attend(
     window: int | None,
     softcap: float,
     out: torch.Tensor,
-    split: int = SPLIT,
 ) -> None:
     """out [M, heads * head_dim] for queries of the type that :func:`cache.computed` says; ``items`` and ``joins`` are
     those of :func:`plan`, on the device."""
@@ -285,9 +290,9 @@ def attend(
         WINDOW=window or 0,
         HAS_SOFTCAP=softcap > 0,
         FP8=cache.fp8,
-        LIMIT=split,
+        LIMIT=SPLIT,
         ROWS=ROWS,
-        TILE=tile_positions(lay.head_dim, queries.element_size()),
+        TILE=tile_positions(lay),
         BLOCK=block,
         num_warps=8 if block > 128 else 4,
         num_stages=2,

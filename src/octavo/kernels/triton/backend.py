@@ -10,17 +10,16 @@ from pathlib import Path
 import numpy as np
 import torch
 import triton
+from torch import Tensor
 
 from octavo.core.layout import KVLayout
 from octavo.core.plan import DEVICE
-from octavo.errors import ConfigError
-from octavo.kernels import reference_sample
 from octavo.kernels.backend import Ops, SampleBatch, Sampled
-from octavo.kernels.triton import move, weights
+from octavo.kernels.triton import interpreter, move, weights
+from octavo.kernels.triton import sample as sampling
 from octavo.kernels.triton.program import TritonProgram
 
 Array = np.ndarray
-Tensor = torch.Tensor
 
 
 class TritonBackend:
@@ -31,10 +30,12 @@ class TritonBackend:
     Promises: an output row has the same bits whatever rows run with it.
     """
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str | None = None, gemm: str = "fixed") -> None:
+        if gemm not in ("fixed", "cublas"):
+            raise ValueError(f"gemm is fixed or cublas, not {gemm}")
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if self.device.type == "cpu" and not triton.knobs.runtime.interpret:
-            raise ConfigError("backend triton needs an NVIDIA GPU, and torch finds none", "backend")
+        self.gemm = gemm
+        interpreter.repair()
         self.name = f"triton-{self._architecture()}"
 
     def _architecture(self) -> str:
@@ -79,7 +80,7 @@ class TritonBackend:
         move.move(source, target, pairs, self.device)
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
-        return reference_sample.sample(logits.cpu().numpy(), batch)
+        return sampling.sample(logits, batch)
 
     def score(self, logits: Tensor, targets: Array, top: int) -> Sampled:
-        return reference_sample.score(logits.cpu().numpy(), targets, top)
+        return sampling.score(logits, targets, top)

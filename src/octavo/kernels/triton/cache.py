@@ -21,7 +21,8 @@ def check(layout: KVLayout) -> None:
     """Raises ConfigError for a cache that these kernels don't read."""
     if layout.dtype not in STORED:
         raise ConfigError(
-            f"kv_dtype {layout.dtype} is for the CPU; on a GPU there are {', '.join(STORED)} (fp8 is as small)", "kv_dtype"
+            f"kv_dtype {layout.dtype} is for the CPU; on a GPU there are {', '.join(STORED)} (fp8 is as small)",
+            "kv_dtype",
         )
 
 
@@ -48,7 +49,7 @@ class Cache:
 
     @property
     def block_stride(self) -> int:
-        return self.data.shape[1]
+        return int(self.data.shape[1])
 
     def offset(self, layer: int) -> int:
         """Items of a block before the K of a layer of the model."""

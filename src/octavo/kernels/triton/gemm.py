@@ -167,7 +167,7 @@ def grouped(
     finish(acc, bias, residual, out, rows, cols, (row_in, col_in), column, stride, HAS_BIAS, HAS_RESIDUAL)
 
 
-# ---- launching ---------------------------------------------------------------------------------------------------------
+# ---- launching -------------------------------------------------------------------------------------------------------
 
 
 def tile(m: int, dtype: torch.dtype) -> dict[str, int]:

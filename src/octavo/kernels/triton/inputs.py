@@ -70,15 +70,12 @@ class Prepared:
     arrays: list[Array]
 
 
-def prepare(batch: Batch, layout: KVLayout, heads: int, tile: int, split: int) -> Prepared:
+def prepare(batch: Batch, layout: KVLayout, heads: int) -> Prepared:
     """What the kernels need to know of a batch."""
     arrays = [batch.tokens, batch.positions, batch.logits_at]
     row = np.repeat(np.arange(len(batch.starts) - 1), np.diff(batch.starts))
     logical = batch.positions // layout.block_size
-    work = {
-        window: attention.plan(batch, heads, layout.kv_heads, window, tile, split)
-        for window in dict.fromkeys(layout.windows)
-    }
+    work = {window: attention.plan(batch, layout, heads, window) for window in dict.fromkeys(layout.windows)}
     ids, items, joins = [], [], []
     for g, window in enumerate(layout.windows):
         table, offsets = batch.tables[g]
@@ -117,7 +114,7 @@ class Inputs:
             self._sent[self._turn].synchronize()
         host = staged.numpy()
         host[:total] = 0
-        for at, length, array in zip(places, lengths, prepared.arrays, strict=False):
+        for at, array in zip(places, prepared.arrays, strict=False):
             host[at : at + len(array)] = array
         for g in range(len(sizes.ids)):  # padding tokens write nowhere
             at, used = places[3 + 4 * g], prepared.sizes.tokens
@@ -137,7 +134,7 @@ class Inputs:
             event.synchronize()
         self.packed = torch.empty(room, dtype=torch.int32, device=self.device)
         self._staged = [torch.empty(room, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
-        self._sent = [torch.cuda.Event() for _ in range(2)] if on_gpu else []  # type: ignore[no-untyped-call]
+        self._sent = [torch.cuda.Event() for _ in range(2)] if on_gpu else []
 
     def _step(self, sizes: Sizes, places: Array) -> Step:
         parts = [self.packed[at : at + n] for at, n in zip(places.tolist(), sizes.sections(), strict=False)]

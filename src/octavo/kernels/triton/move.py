@@ -1,4 +1,4 @@
-"""Copies of whole blocks, in one launch: within the device, and between it and pinned host memory, which it can read."""
+"""Copies of whole blocks in one launch: within the device, and between it and pinned host memory, which it reads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def copy_blocks(source, target, pairs, source_stride, target_stride, words, BLOC
 
 
 def move(source: torch.Tensor, target: torch.Tensor, pairs: np.ndarray, device: torch.device) -> None:
-    """target[pairs[i, 1]] = source[pairs[i, 0]] in order; source and target uint8 [n, block_bytes], pairs int [k, 2]."""
+    """target[pairs[i, 1]] = source[pairs[i, 0]] in order, of arrays uint8 [n, block_bytes]."""
     size = source.shape[1]
     word = next(t for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if size % t.itemsize == 0)
     a, b = source.view(word), target.view(word)

@@ -11,7 +11,16 @@ from octavo.kernels.triton.rounding import narrow
 
 @triton.jit(do_not_specialize=["m"])
 def rms_norm(
-    x, weight, residual, out, m, eps, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    weight,
+    residual,
+    out,
+    m,
+    eps,
+    WIDTH: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Some rows: x / sqrt(mean(x^2) + eps) * weight (+ residual)."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from octavo.core.layout import KVLayout
 from octavo.kernels.backend import Batch, Ops
@@ -16,8 +17,6 @@ from octavo.kernels.triton.cache import Cache, check, computed
 from octavo.kernels.triton.embed import embed, pick
 from octavo.kernels.triton.inputs import Inputs, Step, prepare
 from octavo.kernels.triton.weights import Weight
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -67,8 +66,8 @@ class Call:
 class Recorder:
     """Takes the decoder's calls down.
 
-    Owns: the record.  Promises: a value is float32 unless products with 16-bit weights alone read it, or attention; then
-    it is rounded once, when it is made.
+    Owns: the record.  Promises: a value is float32, unless products with 16-bit weights alone read it, or attention;
+    then it is rounded once, when it is made.
     """
 
     def __init__(self, layout: KVLayout, heads: int) -> None:
@@ -124,7 +123,17 @@ class Recorder:
         def launch(at: Where, out: Tensor, q: Tensor) -> None:
             part = at.step.groups[group]
             attention.attend(
-                q, at.cache, layer, part.ids, part.items, part.joins, at.scratch, scale, window, softcap, out
+                q,
+                at.cache,
+                layer,
+                part.ids,
+                part.items,
+                part.joins,
+                at.scratch,
+                scale,
+                window,
+                softcap,
+                out,
             )
 
         return self._record(q.width, (q,), launch)
@@ -197,8 +206,8 @@ class Buffers:
 class TritonProgram:
     """A recorded decoder.
 
-    Owns: the record, the activations' memory, the step's inputs on the device.  Promises: a run writes only the slots of
-    the batch's tokens; its result is a view that the next run overwrites.
+    Owns: the record, the activations' memory, the step's inputs on the device.  Promises: a run writes only the slots
+    of the batch's tokens; its result is a view that the next run overwrites.
     """
 
     def __init__(self, build: Callable[[Ops], None], layout: KVLayout, heads: int, device: torch.device) -> None:
@@ -212,8 +221,7 @@ class TritonProgram:
         self.scratch = Scratch.make(attention.SCRATCH, layout.kv_heads, layout.head_dim, device)
 
     def run(self, batch: Batch, blocks: Tensor) -> Tensor:
-        tile = attention.tile_positions(self.layout.head_dim, computed(self.layout).itemsize)
-        prepared = prepare(batch, self.layout, self.heads, tile, attention.SPLIT)
+        prepared = prepare(batch, self.layout, self.heads)
         step = self.inputs.send(prepared)
         self.buffers.reserve(len(step.tokens), len(step.logits_at))
         return self._launch(Where(step, Cache.of(blocks, self.layout), self.scratch), self.buffers)

@@ -32,7 +32,7 @@ def turned(
     HAS_NORM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One head's vectors at x [tokens, 1], normed if asked and rotated: pairs are (i, i + HALF), what is beyond stays."""
+    """One head's vectors at x [tokens, 1], normed if asked and rotated: pairs (i, i + HALF), what is beyond stays."""
     at = tl.arange(0, BLOCK)
     other = tl.where(at < HALF, at + HALF, at - HALF)
     paired = at < 2 * HALF

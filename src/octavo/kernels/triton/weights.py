@@ -97,10 +97,11 @@ def _plain(type: str, values: Array, device: torch.device, read: Callable[[int],
     out = torch.empty(values.shape, dtype=dtype, device=device)
     whole = out.view(torch.int32 if bits is np.int32 else torch.int16)
     for first in range(0, len(values), ROWS):
-        rows = values[first : first + ROWS]
-        whole[first : first + len(rows)].copy_(torch.from_numpy(rows.view(bits).copy()))
-        _done(read, values, first + len(rows))
-    return Matrix(*values.shape, out)
+        piece = values[first : first + ROWS]
+        whole[first : first + len(piece)].copy_(torch.from_numpy(piece.view(bits).copy()))
+        _done(read, values, first + len(piece))
+    rows, cols = values.shape
+    return Matrix(rows, cols, out)
 
 
 def _grouped(type: str, blocks: Array, device: torch.device, read: Callable[[int], None] | None) -> Grouped:
@@ -124,7 +125,9 @@ def _grouped(type: str, blocks: Array, device: torch.device, read: Callable[[int
 
         def put(target: torch.Tensor | None, values: Array, inside: slice = inside) -> None:
             if target is not None:  # [rows, ...] becomes [..., rows]
-                turned = np.ascontiguousarray(values.reshape(inside.stop - inside.start, len(target), -1).swapaxes(0, 1))
+                turned = np.ascontiguousarray(
+                    values.reshape(inside.stop - inside.start, len(target), -1).swapaxes(0, 1)
+                )
                 target[:, inside].copy_(torch.from_numpy(turned).view(target.dtype).reshape(target[:, inside].shape))
 
         put(quants, form.integers(flat))
@@ -137,9 +140,7 @@ def _grouped(type: str, blocks: Array, device: torch.device, read: Callable[[int
             put(part_shift, shifts)
         _done(read, blocks, first + len(piece))
     cols = count * span
-    return Grouped(
-        rows, cols, form.bits, form.group, span, form.offset, quants, scale, part, shift, part_shift
-    )
+    return Grouped(rows, cols, form.bits, form.group, span, form.offset, quants, scale, part, shift, part_shift)
 
 
 def _done(read: Callable[[int], None] | None, pieces: Array, rows: int) -> None:
@@ -169,7 +170,7 @@ def _halves(q: Array) -> Array:
 
 def _with_fifth(b: Array) -> Array:
     high = ((b["h"][:, None] >> np.arange(32, dtype=np.uint32)) & 1).astype(np.uint8) << 4
-    return _halves(b["q"]) | high
+    return np.asarray(_halves(b["q"]) | high)
 
 
 def _repaired(q: Array) -> Array:
