@@ -22,9 +22,9 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.core.layout import KVLayout
+from octavo.core.layout import KV_ITEMSIZE, KVLayout
 from octavo.kernels.backend import Batch
-from octavo.kernels.triton.cache import Cache, computed
+from octavo.kernels.triton.cache import Cache
 from octavo.kernels.triton.gate import tanh
 from octavo.kernels.triton.rounding import from_fp8, narrow
 
@@ -192,9 +192,21 @@ class Work:
     row: Array  # of each item
 
 
-def tile_positions(layout: KVLayout) -> int:
-    """Keys that are visited at a time: fewer where they are large, for what a GPU's shared memory holds."""
-    return 64 if layout.head_dim * computed(layout).itemsize <= 256 else 32
+def shape(head_dim: int, itemsize: int) -> dict[str, int]:
+    """The shape of a tile of keys; fewer at a time where they are large, for what a GPU's shared memory holds."""
+    return dict(
+        LIMIT=SPLIT,
+        ROWS=ROWS,
+        TILE=64 if head_dim * max(2, itemsize) <= 256 else 32,
+        BLOCK=max(16, triton.next_power_of_2(head_dim)),
+        num_warps=8 if head_dim > 128 else 4,
+        num_stages=2,
+        enable_fp_fusion=False,  # joining must be the same arithmetic in both kernels
+    )
+
+
+def shape_of(layout: KVLayout) -> dict[str, int]:
+    return shape(layout.head_dim, KV_ITEMSIZE[layout.dtype])
 
 
 def plan(batch: Batch, layout: KVLayout, heads: int, window: int | None) -> Work:
@@ -202,7 +214,7 @@ def plan(batch: Batch, layout: KVLayout, heads: int, window: int | None) -> Work
 
     Where the rows' tables begin is another thing for each group: see :func:`at_tables`.
     """
-    kv_heads, tile, split = layout.kv_heads, tile_positions(layout), SPLIT
+    kv_heads, tile, split = layout.kv_heads, shape_of(layout)["TILE"], SPLIT
     share = heads // kv_heads
     counts = np.diff(batch.starts)
     tiles = -(-counts * share // ROWS)
@@ -270,7 +282,6 @@ def attend(
     those of :func:`plan`, on the device."""
     lay = cache.layout
     share = queries.shape[1] // (lay.kv_heads * lay.head_dim)
-    block = max(16, triton.next_power_of_2(lay.head_dim))
     attend_tile[(len(items), lay.kv_heads)](
         queries,
         cache.data,
@@ -290,13 +301,7 @@ def attend(
         WINDOW=window or 0,
         HAS_SOFTCAP=softcap > 0,
         FP8=cache.fp8,
-        LIMIT=SPLIT,
-        ROWS=ROWS,
-        TILE=tile_positions(lay),
-        BLOCK=block,
-        num_warps=8 if block > 128 else 4,
-        num_stages=2,
-        enable_fp_fusion=False,  # joining must be the same arithmetic in both kernels
+        **shape_of(lay),
     )
     if len(joins):
         rows = 16
@@ -309,7 +314,7 @@ def attend(
             GROUP=share,
             DIM=lay.head_dim,
             ROWS=rows,
-            BLOCK=block,
+            BLOCK=triton.next_power_of_2(lay.head_dim),
             num_warps=4,
             enable_fp_fusion=False,
         )
