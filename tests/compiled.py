@@ -20,7 +20,8 @@ Kernel = tuple[str, str, dict[str, Any], dict[str, Any]]
 
 
 def compiled(kernels: list[Kernel], architecture: int) -> list[dict[str, Any]]:
-    """``reg``, bytes of ``stack`` and ``shared``, ``mma`` (shapes) of each kernel, compiled in a process of its own."""
+    """Of each kernel: registers, bytes of stack and of shared memory, shapes of matrix instructions, and how many
+    asynchronous copies of 16 bytes; compiled in a process of its own."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, __file__, str(architecture)],
@@ -41,13 +42,17 @@ def _compile(module: str, name: str, arguments: dict[str, Any], options: dict[st
 
     kernel = getattr(importlib.import_module(module), name)
     names = kernel.arg_names
+    even = [n for n, v in arguments.items() if str(v).endswith(":16")]
+    arguments = {n: v.removesuffix(":16") if isinstance(v, str) else v for n, v in arguments.items()}
     source = ASTSource(
         fn=kernel,
         signature={n: arguments[n] if isinstance(arguments.get(n), str) else "constexpr" for n in names},
         constexprs={(names.index(n),): v for n, v in arguments.items() if n in names and not isinstance(v, str)},
-        # As torch's memory is aligned.
+        # As torch's memory is aligned, and the numbers that :16 says so of.
         attrs={
-            (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if str(arguments.get(n, "")).startswith("*")
+            (i,): [["tt.divisibility", 16]]
+            for i, n in enumerate(names)
+            if str(arguments.get(n))[:1] == "*" or n in even
         },
     )
     built = triton.compile(source, target=target, options=options)
@@ -58,7 +63,7 @@ def _compile(module: str, name: str, arguments: dict[str, Any], options: dict[st
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
     counts = {k.lower(): int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
     mma = sorted(set(re.findall(r"(?:wg)?mma\.(?:mma_async\.)?sync\.aligned\.(m\d+n\d+k\d+)", built.asm["ptx"])))
-    return {**counts, "shared": built.metadata.shared, "mma": mma}
+    return {**counts, "shared": built.metadata.shared, "mma": mma, "async": built.asm["ptx"].count("cp.async.cg")}
 
 
 def main(architecture: int) -> None:

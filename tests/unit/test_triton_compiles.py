@@ -43,7 +43,8 @@ def dense(type: str, m: int, parts: int = 1, added: bool = True) -> Case:
     given = {
         **pointers("x w0 w1 w2", f"*{type}"),
         **pointers("bias residual out", "*fp32"),
-        **pointers("m n0 n1 n2 column stride", "i32"),
+        **pointers("n0 n1 n2 column stride", "i32:16"),
+        "m": "i32",
         "K": 4096 if m % 2 else 2880,
         "PARTS": parts,
         "HAS_BIAS": added,
@@ -61,7 +62,8 @@ def grouped(type: str, m: int) -> Case:
         **pointers("scale shift", "*fp16"),
         **pointers("part part_shift", "*i8"),
         **pointers("bias residual out", "*fp32"),
-        **pointers("m n column stride", "i32"),
+        **pointers("n column stride", "i32:16"),
+        "m": "i32",
         **dict(K=4096, BITS=form.bits, GROUP=form.group, SPAN=block_weights(type), OFFSET=form.offset),
         **dict(HAS_PART=form.parts is not None, HAS_SHIFT=form.shift is not None, HAS_BIAS=False, HAS_RESIDUAL=True),
         **gemm.grouped_tile(m),
@@ -77,7 +79,7 @@ def attend(kv: str, dim: int, heads: int, window: int = 0, softcap: bool = False
         **pointers("ids items", "*i32"),
         "out": "*bf16",
         **pointers("part part_sums", "*fp32"),
-        **pointers("block_stride layer", "i32"),
+        **pointers("block_stride layer", "i32:16"),
         **pointers("scale softcap", "fp32"),
         **dict(KV_HEADS=8, GROUP=heads, DIM=dim, SIZE=size, WINDOW=window, HAS_SOFTCAP=softcap, FP8=fp8),
         **attention.shape(dim, 1 if fp8 else TYPES[kv].itemsize),
@@ -96,7 +98,8 @@ def others() -> list[Case]:
     rope = {
         **pointers("qkv inv_freq q_norm k_norm", "*fp32"),
         **pointers("positions blocks", "*i32"),
-        **pointers("m block_stride layer", "i32"),
+        **pointers("block_stride layer", "i32:16"),
+        "m": "i32",
         **pointers("scale eps", "fp32"),
         **dict(HEADS=32, KV_HEADS=8, SIZE=16, num_warps=4, ROWS=rope_write.ROWS),
     }
@@ -159,11 +162,13 @@ def built(architecture: int) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_compiles_and_fits(architecture: int) -> None:
-    """Within the 99 KiB of shared memory that the smallest of these GPUs have for a program."""
+    """Within the 99 KiB of shared memory that the smallest of these GPUs have for a program, and with few bytes of
+    stack: what is spilled there is spilled outside the loops.  (Attention over float32 is for comparing, not for use.)
+    """
     cases = [*DENSE, *GROUPED, *ATTENTION, *others()]
     for (_, name, given, _), found in zip(cases, built(architecture), strict=True):
         assert found["shared"] <= 99 << 10, (name, given, found)
-        assert found["reg"] <= 255, (name, given, found)
+        assert found["stack"] <= 512 or given.get("cache") == "*fp32", (name, given, found)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -180,6 +185,8 @@ def test_attention_runs_on_tensor_cores(architecture: int) -> None:
     """Ampere's instruction, or Hopper's; there is one tile for all rows, so it need not be one and the same."""
     found = built(architecture)[len(DENSE) + len(GROUPED) :]
     for (_, _, given, _), one in zip(ATTENTION, found, strict=False):
+        if given["cache"] in ("*bf16", "*fp16") and given["SIZE"] == 16:
+            assert one["async"] >= 16, given  # keys and values come 16 bytes at a time, ahead of their use
         if given["cache"] != "*fp32":
             assert one["mma"] and all(m.startswith("m64" if architecture == 90 else "m16n8") for m in one["mma"]), given
 

@@ -99,13 +99,17 @@ def attend_tile(
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         mixed = tl.zeros((ROWS, BLOCK), tl.float32)
-        for at in range(tl.maximum(begin, piece * LIMIT), tl.minimum(end, (piece + 1) * LIMIT), TILE):
-            n = at + tl.arange(0, TILE)
+        first, last = tl.maximum(begin, piece * LIMIT) // TILE, tl.cdiv(tl.minimum(end, (piece + 1) * LIMIT), TILE)
+        for tile in range(first, last):
+            n = tile * TILE + tl.arange(0, TILE)
             there = (n < end) & (n >= seen_from)
-            block = tl.load(ids + table + n // SIZE, mask=there, other=0).to(tl.int64) * block_stride + head
-            slot = n % SIZE
-            k_mask = (dims < DIM)[:, None] & there[None, :]
-            k = tl.load(cache + block[None, :] + dims[:, None] * SIZE + slot[None, :], mask=k_mask, other=0)
+            # Whole blocks of keys are read, as 16 bytes at a time are only where no mask cuts them: what lies in slots
+            # that nobody may see, perhaps NaN, makes scores that are not selected.
+            logical, slot = n // SIZE, n % SIZE
+            filled = (logical * SIZE < end) & (logical * SIZE + SIZE > seen_from)
+            block = tl.load(ids + table + logical, mask=filled, other=0).to(tl.int64) * block_stride + head
+            k_at = cache + block[None, :] + dims[:, None] * SIZE + slot[None, :]
+            k = tl.load(k_at, mask=(dims < DIM)[:, None] & filled[None, :], other=0)
             if FP8:
                 k = from_fp8(k, True)
             score = tl.dot(q, k, input_precision="ieee") * scale

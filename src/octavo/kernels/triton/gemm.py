@@ -36,16 +36,27 @@ def tile_of(pid, m, tiles_n, BLOCK_M: tl.constexpr, BAND: tl.constexpr):
 
 @triton.jit
 def finish(
-    acc, bias, residual, out, rows, cols, inside, column, stride, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr
+    acc,
+    bias,
+    residual,
+    out,
+    rows,
+    cols,
+    inside,
+    start,
+    column,
+    stride,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
 ):
-    """Adds what is to be added to a tile of the product, rounds and stores it; ``column`` is the part's first."""
+    """Adds what is to be added to a tile of the product, rounds and stores it, from ``start`` + ``column`` on."""
     if HAS_BIAS:
         acc += tl.load(bias + column + cols, mask=inside[1], other=0.0)[None, :]
-    at = rows[:, None].to(tl.int64) * stride + column + cols[None, :]
+    at = rows[:, None] * stride + cols[None, :]
     both = inside[0][:, None] & inside[1][None, :]
     if HAS_RESIDUAL:
-        acc += tl.load(residual + at, mask=both, other=0.0)
-    tl.store(out + at, narrow(acc, out.dtype.element_ty), mask=both)
+        acc += tl.load(residual + start + column + at, mask=both, other=0.0)
+    tl.store(out + start + column + at, narrow(acc, out.dtype.element_ty), mask=both)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -82,12 +93,10 @@ def dense(
     if PARTS > 2:
         if at_n >= end1:
             w, n, first, tile = w2, n2, column + n0 + n1, at_n - end1
-    rows = at_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    along = tl.arange(0, BLOCK_K)
-    row_in, col_in = rows < m, cols < n
-    x_at = x + rows[:, None].to(tl.int64) * K + along[None, :]
-    w_at = w + cols[None, :].to(tl.int64) * K + along[:, None]
+    rows, cols, along = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    row_in, col_in = rows < m - at_m * BLOCK_M, cols < n - tile * BLOCK_N
+    x_at = x + (at_m * BLOCK_M).to(tl.int64) * K + rows[:, None] * K + along[None, :]
+    w_at = w + (tile * BLOCK_N).to(tl.int64) * K + cols[None, :] * K + along[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
@@ -99,7 +108,9 @@ def dense(
         acc = tl.dot(narrow(a, b.dtype), b, acc, input_precision="ieee")
         x_at += BLOCK_K
         w_at += BLOCK_K
-    finish(acc, bias, residual, out, rows, cols, (row_in, col_in), first, stride, HAS_BIAS, HAS_RESIDUAL)
+    start = (at_m * BLOCK_M).to(tl.int64) * stride
+    first += tile * BLOCK_N
+    finish(acc, bias, residual, out, rows, cols, (row_in, col_in), start, first, stride, HAS_BIAS, HAS_RESIDUAL)
 
 
 @triton.jit(do_not_specialize=["m"])
@@ -132,13 +143,17 @@ def grouped(
     """One tile of the product with small integers and their scales."""
     at_m, tile = tile_of(tl.program_id(0), m, tl.cdiv(n, BLOCK_N), BLOCK_M, 8)
     BYTES: tl.constexpr = GROUP * BITS // 8
-    rows = at_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    along = tl.arange(0, BYTES)
-    row_in, col_in = rows < m, cols < n
-    x_at = x + rows[:, None].to(tl.int64) * K + along[None, :]
-    w_at = data + cols[None, :].to(tl.int64) * BYTES + along[:, None]
+    rows, cols, along = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BYTES)
+    row_in, col_in = rows < m - at_m * BLOCK_M, cols < n - tile * BLOCK_N
+    x_at = x + (at_m * BLOCK_M).to(tl.int64) * K + rows[:, None] * K + along[None, :]
+    w_at = data + (tile * BLOCK_N).to(tl.int64) * BYTES + cols[None, :] * BYTES + along[:, None]
     wide = n.to(tl.int64)
+    scale, part, shift, part_shift = (
+        scale + tile * BLOCK_N,
+        part + tile * BLOCK_N,
+        shift + tile * BLOCK_N,
+        part_shift + tile * BLOCK_N,
+    )
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for g in range(0, K // GROUP):
         stored = tl.load(w_at, mask=col_in[None, :], other=0).to(tl.int32)
@@ -164,7 +179,9 @@ def grouped(
             acc -= sums[:, None] * less[None, :]
         x_at += GROUP
         w_at += BYTES * wide
-    finish(acc, bias, residual, out, rows, cols, (row_in, col_in), column, stride, HAS_BIAS, HAS_RESIDUAL)
+    start = (at_m * BLOCK_M).to(tl.int64) * stride
+    first = column + tile * BLOCK_N
+    finish(acc, bias, residual, out, rows, cols, (row_in, col_in), start, first, stride, HAS_BIAS, HAS_RESIDUAL)
 
 
 # ---- launching -------------------------------------------------------------------------------------------------------
