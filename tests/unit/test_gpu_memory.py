@@ -47,7 +47,7 @@ def test_a_gpu_too_small_is_said_with_all_figures() -> None:
     assert "\n" not in said and error.value.field == "gpu_memory"
     for words in ("20.0 GiB", "18.0 GiB", "weights 16.0 GiB", "largest step 3.0 GiB", "others 1.0 GiB", "device cpu"):
         assert words in said
-    with pytest.raises(ConfigError, match="no room"):
+    with pytest.raises(ConfigError, match="so that no KV cache fits"):
         plan_gpu_memory(EngineConfig(kv_blocks=5), LAYOUT, 512, small)
 
 
