@@ -8,7 +8,7 @@ from typing import Any
 from octavo.cli.console import counted, rows
 from octavo.config import EngineConfig, format_size
 from octavo.core.layout import KVLayout
-from octavo.engine.build import context_of, layout_of
+from octavo.engine.load import context_of, layout_of
 from octavo.engine.memory import MemoryPlan, plan_memory
 from octavo.loading import Checkpoint, open_model
 from octavo.loading.gguf import open_splits

@@ -150,6 +150,14 @@ class Recorder:
         logits.exact = True
         self.cap, self.result = softcap, logits
 
+    def exchange(self, x: Slot, width: int | None, work: Callable[[Tensor], Tensor]) -> Slot:
+        """For tensor parallelism: what ``work`` makes of x, see :mod:`octavo.kernels.parallel`."""
+
+        def launch(at: Where, out: Tensor, x: Tensor) -> None:
+            out.copy_(work(x))
+
+        return self._record(x.width if width is None else width, (x,), launch)
+
     def _record(self, width: int, inputs: tuple[Slot | None, ...], launch: Launch, product: bool = False) -> Slot:
         for i, x in enumerate(inputs):
             if x is not None:
