@@ -11,7 +11,7 @@ from octavo.loadgen import plots
 Report = dict[str, Any]
 Goal = tuple[str, float, float]  # what, the value, what it is to be at least
 
-ATTENTION_CONTEXT = 8192
+ATTENTION = ("float16", 8192, 64)
 ENGINE_BATCH = 64
 
 
@@ -21,7 +21,7 @@ def goals(report: Report, wanted: Mapping[str, float]) -> list[Goal]:
     attending, decoding, prefilling, times = wanted
     kernels = report.get("kernels", {})
     if "limits" in kernels:
-        rows = [r for r in kernels["decode"] if r["context"] == ATTENTION_CONTEXT and r["rows"] >= ENGINE_BATCH]
+        rows = [r for r in kernels["decode"] if (r["dtype"], r["context"], r["rows"]) == ATTENTION]
         found[attending] += [r["rate"] / kernels["limits"]["copy"] for r in rows]
         found[prefilling] += [r["rate"] / kernels["limits"]["matmul"] for r in kernels["prefill"]]
     for name, model in report.get("engine", {}).get("models", {}).items():
@@ -65,12 +65,19 @@ def _kernels(report: Report) -> list[str]:
     limits = report["limits"]
     lines = ["## Kernels", "", f"Copy {_giga(limits['copy'])}B/s, large product {_tera(limits['matmul'])}FLOP/s.", ""]
     cells = [
-        (r["model"], str(r["rows"]), str(r["context"]), _giga(r["rate"]) + "B/s", f"{r['rate'] / limits['copy']:.0%}")
+        (
+            r["model"],
+            r["dtype"],
+            str(r["rows"]),
+            str(r["context"]),
+            _giga(r["rate"]) + "B/s",
+            f"{r['rate'] / limits['copy']:.0%}",
+        )
         for r in report["decode"]
     ]
-    lines += _table(("decode attention", "sequences", "context", "rate", "of copy"), cells)
+    lines += _table(("decode attention", "KV", "sequences", "context", "rate", "of copy"), cells)
     cells = [
-        (r["model"], str(r["tokens"]), _tera(r["rate"]) + "FLOP/s", f"{r['rate'] / limits['matmul']:.0%}")
+        (r["model"], str(r["tokens"]), _tera(r["rate"]) + "FLOP/s", _share(r, limits["matmul"]))
         for r in report["prefill"]
     ]
     lines += _table(("prefill attention", "tokens", "rate", "of product"), cells)
@@ -131,7 +138,7 @@ def drawn(report: Report, folder: Path) -> list[Path]:
     if "limits" in kernels:
         series = {}
         for r in kernels["decode"]:
-            series.setdefault(f"{r['model']}, {r['rows']} rows", []).append((r["context"], r["rate"] / 1e9))
+            series.setdefault(f"{r['model']}, {r['dtype']}, {r['rows']}", []).append((r["context"], r["rate"] / 1e9))
         title = "Decode attention"
         out.append(plots.lines(folder / "gpu-attention.svg", title, "context", "GB/s", series, log="x"))
     return out
@@ -140,6 +147,10 @@ def drawn(report: Report, folder: Path) -> list[Path]:
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows), ""]
+
+
+def _share(case: Report, limit: float) -> str:
+    return f"{case['rate'] / limit:.0%}"
 
 
 def _micro(seconds: float) -> str:

@@ -34,7 +34,8 @@ def test_a_dry_run_of_every_part(check: Any, tmp_path: Path) -> None:
     report = json.loads(saved.read_text())
     assert report["tests"]["passed"] and "1 passed" in report["tests"]["summary"]
     assert report["kernels"]["limits"]["copy"] > 0 and len(report["kernels"]["products"]) == 3
-    assert [r["rate"] > 0 for r in report["kernels"]["decode"] + report["kernels"]["prefill"]] == [True, True]
+    attention = report["kernels"]["decode"] + report["kernels"]["prefill"]
+    assert len(attention) >= 2 and all(r["rate"] > 0 for r in attention)
     engine, peers = report["engine"]["models"]["dry"], report["peers"]["models"]["dry"]
     assert [r["batch"] for r in engine["decode"]] == [1, 3] and engine["load"]["requests"] == 3
     for way in ("one at a time", "best static", "continuous batching"):
@@ -85,7 +86,7 @@ def test_goals_are_judged_by_the_worst_model(check: Any) -> None:
         "kernels": {
             "limits": {"copy": 100.0, "matmul": 1000.0},
             "decode": [
-                {"model": "m", "rows": rows, "context": context, "seconds": 1.0, "rate": rate}
+                {"model": "m", "dtype": "float16", "rows": rows, "context": context, "seconds": 1.0, "rate": rate}
                 for rows, context, rate in [(64, 8192, 88.0), (64, 8192, 86.0), (1, 8192, 10.0), (64, 512, 10.0)]
             ],
             "prefill": [{"model": "m", "tokens": 8192, "seconds": 1.0, "rate": 550.0}],
