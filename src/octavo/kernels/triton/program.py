@@ -74,6 +74,7 @@ class Recorder:
         self.layout, self.heads = layout, heads
         self.calls: list[Call] = []
         self.logits = False
+        self.exchanges = False  # something runs in Python between kernels: such a step can't be a graph
         self.cap = 0.0
         self.result: Slot | None = None
 
@@ -156,6 +157,7 @@ class Recorder:
         def launch(at: Where, out: Tensor, x: Tensor) -> None:
             out.copy_(work(x))
 
+        self.exchanges = True
         return self._record(x.width if width is None else width, (x,), launch)
 
     def _record(self, width: int, inputs: tuple[Slot | None, ...], launch: Launch, product: bool = False) -> Slot:
@@ -224,6 +226,7 @@ class TritonProgram:
         recorder: Any = Recorder(layout, heads)
         build(recorder)
         self.calls, self.cap, self.result = recorder.calls, recorder.cap, recorder.result
+        self.exchanges = recorder.exchanges
         self.buffers = Buffers(recorder.place(), device)
         self.inputs = Inputs(device)
         self.scratch = Scratch.make(attention.SCRATCH, layout.kv_heads, layout.head_dim, device)
