@@ -124,6 +124,8 @@ class EngineConfig:
             object.__setattr__(self, "swap_memory", parse_size(self.swap_memory, "swap_memory"))
         if self.kv_disk is not None:
             object.__setattr__(self, "kv_disk", parse_size(self.kv_disk, "kv_disk"))
+            if self.tensor_parallel > 1:
+                raise ConfigError("kv_disk keeps the blocks of one process, tensor_parallel has several", "kv_disk")
             if not self.prefix_cache:
                 raise ConfigError("kv_disk keeps the prefix cache: it needs prefix_cache", "kv_disk")
         elif self.kv_disk_path is not None:

@@ -64,7 +64,7 @@ ENGINE = (
 )
 
 # The settings that decide what fits.
-MEMORY = ("kv_memory", "kv_blocks", "kv_dtype", "block_size", "max_running", "max_context")
+MEMORY = ("kv_memory", "kv_blocks", "kv_dtype", "block_size", "max_running", "max_context", "device", "gpu_memory")
 
 SAMPLING = (
     Flag("max_tokens", "most tokens to generate (default: until the model ends or nothing fits)", "N", "-m"),

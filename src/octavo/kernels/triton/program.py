@@ -74,6 +74,7 @@ class Recorder:
         self.layout, self.heads = layout, heads
         self.calls: list[Call] = []
         self.logits = False
+        self.exchanges = False  # something runs in Python between kernels: such a step can't be a graph
         self.cap = 0.0
         self.result: Slot | None = None
 
@@ -150,6 +151,15 @@ class Recorder:
         logits.exact = True
         self.cap, self.result = softcap, logits
 
+    def exchange(self, x: Slot, width: int | None, work: Callable[[Tensor], Tensor]) -> Slot:
+        """For tensor parallelism: what ``work`` makes of x, see :mod:`octavo.kernels.parallel`."""
+
+        def launch(at: Where, out: Tensor, x: Tensor) -> None:
+            out.copy_(work(x))
+
+        self.exchanges = True
+        return self._record(x.width if width is None else width, (x,), launch)
+
     def _record(self, width: int, inputs: tuple[Slot | None, ...], launch: Launch, product: bool = False) -> Slot:
         for i, x in enumerate(inputs):
             if x is not None:
@@ -216,6 +226,7 @@ class TritonProgram:
         recorder: Any = Recorder(layout, heads)
         build(recorder)
         self.calls, self.cap, self.result = recorder.calls, recorder.cap, recorder.result
+        self.exchanges = recorder.exchanges
         self.buffers = Buffers(recorder.place(), device)
         self.inputs = Inputs(device)
         self.scratch = Scratch.make(attention.SCRATCH, layout.kv_heads, layout.head_dim, device)

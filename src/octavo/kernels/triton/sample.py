@@ -207,16 +207,14 @@ def _report(
 
 
 def _outputs(count: int, top: int, device: torch.device) -> torch.Tensor:
-    out = torch.zeros((count, 3 + 2 * top), dtype=torch.int32, device=device)
-    out[:, 3 : 3 + top] = -1
-    out[:, 3 + top :] = torch.tensor(float("-inf")).view(torch.int32).item()
-    return out
+    """Of each sample: token, log-probability, rank, best ids, their log-probabilities; the kernels write all of it."""
+    return torch.empty((count, 3 + 2 * top), dtype=torch.int32, device=device)
 
 
 def _sampled(parts: list[torch.Tensor], top: int) -> Sampled:
     """Results as arrays of the host."""
     width = 3 + 2 * top
-    words = torch.cat(parts).cpu().numpy() if parts else np.empty((0, width), np.int32)
+    words = np.concatenate([part.cpu().numpy() for part in parts]) if parts else np.empty((0, width), np.int32)
 
     def floats(columns: Array) -> Array:
         return np.ascontiguousarray(columns).view(np.float32)

@@ -375,7 +375,7 @@ def _sampled(x, own, lanes, top, V, ids, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["V", "width"])
 def draw(logits, stride, words, copies, lists, V, out, width, BLOCK: tl.constexpr):
-    """The token of each sample, out[s, 0]: -1 if its row holds NaN or +inf, or everything is banned."""
+    """The token of each sample, out[s, 0]: -1 if its row holds NaN or +inf, or everything is banned; and no report."""
     s = tl.program_id(0)
     own = words + s * WORDS
     slot = tl.load(own + SLOT)
@@ -395,7 +395,10 @@ def draw(logits, stride, words, copies, lists, V, out, width, BLOCK: tl.constexp
             token = tl.min(tl.where(lanes == top, first, NO_ID), axis=0)
         else:
             token = _sampled(x, own, lanes, top, V, lists + s.to(tl.int64) * V, BLOCK)
-    tl.store(out + s.to(tl.int64) * width, token)
+    mine = out + s.to(tl.int64) * width
+    tl.store(mine, token)
+    tl.store(mine + 1, 0)
+    tl.store(mine + 2, 0)
 
 
 # ---- reports ---------------------------------------------------------------------------------------------------------
