@@ -43,7 +43,8 @@ class EngineConfig:
 
     - ``kv_memory``: bytes (or "2GiB") for K and V; ``kv_blocks``: the same as a number of blocks; neither: chosen
       from what the process may use, with head room
-    - ``kv_dtype``: float16, float32, bfloat16 or int8 (half of float16's memory); ``block_size``: token slots a block
+    - ``kv_dtype``: float16, float32, bfloat16, or with half of float16's memory int8 (on a CPU) or fp8
+      (on a GPU); ``block_size``: token slots a block
     - ``max_batched_tokens``: tokens a step; None: chosen so that a step takes about 0.2 s, and logged
     - ``max_running``: sequences that hold blocks at a time; ``max_context``: most tokens of one sequence
     - ``compute``: "fast" (8-bit activations against quantised weights) or "exact" (float activations)

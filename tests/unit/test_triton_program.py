@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 from kernel_worlds import Shape, World, decoder, ragged_plan, sequences  # noqa: E402
@@ -174,6 +174,56 @@ def test_stored_keys_and_values_are_rounded_to_nearest_even(dtype: str, view: ty
     assert np.allclose(planes[0], planes[1], rtol=2e-3 if dtype == "float16" else 1e-4, atol=1e-5)
     if dtype == "float16":
         assert np.mean(planes[0] == planes[1]) > 0.99
+
+
+def test_attention_over_fp8_equals_the_reference_over_what_its_bits_stand_for() -> None:
+    shape = Shape(dtype="fp8", windows=(None,), head_dim=32, heads=6, kv_heads=2)
+    backend, lengths = ArrayBackend(), [1, 40, 130]
+    world = World(shape.layout(), sequences(lengths), 3)
+    world.blocks[:] = 0x7F  # NaN
+    world.run(backend.program(decoder(backend, shape), shape.layout(), shape.heads), [list(enumerate(lengths))])
+    wide = replace(shape, dtype="float32")
+    values = torch.from_numpy(world.blocks).view(torch.float8_e4m3fn).float().numpy()
+    found = []
+    for one, of, blocks in ((backend, shape, world.blocks), (ReferenceBackend("float64"), wide, values.view(np.uint8))):
+        again = World(of.layout(), sequences(lengths), 3)
+        again.blocks, again.tables = blocks, world.tables
+        program = one.program(queries_only(one, of, 1), of.layout(), of.heads)
+        found.append(again.run(program, ragged_plan(lengths, seed=8)))
+    close(found[0], found[1], 4e-3)
+    assert np.unique(world.blocks).size > 150
+
+
+def test_an_fp8_cache_is_near_a_float32_one() -> None:
+    """A step of e4m3 is a sixteenth: in all, logits are off by a few tenths of their spread, and most by far less."""
+    lengths, plan = [60, 20], [[(0, 60), (1, 20)]]
+    right = logits(ReferenceBackend("float32"), Shape(head_dim=32), lengths, plan)
+    found = logits(ArrayBackend(), Shape(dtype="fp8", head_dim=32), lengths, plan)
+    off = np.concatenate([np.abs(a - b).ravel() for a, b in zip(found, right, strict=True)])
+    spread = np.std(np.concatenate([r.ravel() for r in right]))
+    assert np.median(off) < 0.15 * spread and np.corrcoef(found[0].ravel(), right[0].ravel())[0, 1] > 0.9
+
+
+def test_values_beyond_float16_spoil_their_own_sequence_from_there_on() -> None:
+    """A value that the cache can't hold is NaN to who sees it, and nothing to earlier rows of the same tile."""
+    shape = Shape(dtype="float16", windows=(None,))
+    rng = np.random.default_rng(0)
+    backend = ArrayBackend()
+    width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    table = rng.standard_normal((97, width)).astype(np.float32)
+    table[96, -1] = 1e6  # in the values of the last head alone
+    packed = backend.matrix("F32", table.reshape(-1).view(np.uint8), 97, width)
+    inv_freq = backend.vector(0.1 ** np.arange(8))
+
+    def build(ops: Any) -> None:
+        ops.output(ops.pick(ops.attend(ops.rope_write(ops.embed(packed), 0, inv_freq, 1.0), 0, 0.25, None)))
+
+    world = World(shape.layout(), [s % 96 for s in sequences([30, 9])])
+    world.sequences[0][12] = 96
+    first, second = world.run(backend.program(build, shape.layout(), shape.heads), [[(0, 30), (1, 9)]])
+    assert np.isfinite(first[:12]).all() and np.isfinite(second).all()
+    spoilt = first[12:].reshape(18, shape.heads, shape.head_dim)
+    assert np.isnan(spoilt[:, 2:]).all() and np.isfinite(spoilt[:, :2]).all()
 
 
 def test_caches_of_the_cpu_alone_are_refused() -> None:

@@ -38,7 +38,9 @@ class Flag:
 ENGINE = (
     Flag("kv_memory", 'memory for keys and values, such as "512MiB" or "2GB" (default: from what is free)', "SIZE"),
     Flag("kv_blocks", "the same as a number of blocks", "N"),
-    Flag("kv_dtype", "float16, float32, bfloat16 or int8 (half the memory of float16)", "TYPE"),
+    Flag(
+        "kv_dtype", "float16, float32, bfloat16, int8 or fp8 (half of float16's memory, on a CPU or on a GPU)", "TYPE"
+    ),
     Flag("block_size", "token slots in a block", "N"),
     Flag("max_batched_tokens", "tokens computed in a step (default: adapts to the machine)", "N"),
     Flag("max_running", "sequences that run at a time", "N"),
