@@ -22,10 +22,11 @@ from typing import Any
 import common
 import numpy as np
 
-from octavo.core.layout import KV_ITEMSIZE, KVLayout, LayerGroup
+from octavo.core.layout import KVLayout, LayerGroup
 from octavo.core.plan import DEVICE
 from octavo.kernels.backend import Batch, Program
 from octavo.kernels.cpu import CpuBackend
+from octavo.kernels.reference import STORAGE
 from octavo.kernels.threads import choose_threads
 
 READ_SHARE = 0.75  # of the read bandwidth, for decode in float16
@@ -164,12 +165,12 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--kv-heads", type=int, default=3)
     p.add_argument("--head-dim", type=int, default=64)
     p.add_argument("--block-size", type=int, default=16)
-    p.add_argument("--dtype", action="append", choices=list(KV_ITEMSIZE), help="of K and V (may be given again)")
+    p.add_argument("--dtype", action="append", choices=list(STORAGE), help="of K and V (may be given again)")
     p.add_argument("--rounds", type=int, default=7, help="measured rounds after one warm-up (default: %(default)s)")
     p.add_argument("--threads", type=int, help="default: the CPUs this process may use")
     p.add_argument("--isa", help="a kernel build by name (default: the best that runs here)")
     given = p.parse_args()
-    given.dtype = given.dtype or list(KV_ITEMSIZE)
+    given.dtype = given.dtype or list(STORAGE)
     if min(given.context, given.prompt, given.rounds, given.heads, given.kv_heads, given.head_dim) < 1:
         p.error("every number must be at least 1")
     return given

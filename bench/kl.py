@@ -18,9 +18,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from octavo.core.layout import KV_ITEMSIZE, KVLayout
+from octavo.core.layout import KVLayout
 from octavo.kernels.backend import Batch, Program
 from octavo.kernels.cpu import CpuBackend
+from octavo.kernels.reference import STORAGE
 from octavo.loading import Checkpoint, open_model
 from octavo.models import decoder
 from octavo.text.tokenizer import Tokenizer
@@ -94,7 +95,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--kv", default="", choices=list(KV_ITEMSIZE), metavar="DTYPE", help="K and V, against float16")
+    parser.add_argument("--kv", default="", choices=list(STORAGE), metavar="DTYPE", help="K and V, against float16")
     args = parser.parse_args()
     bound = KV_BOUND if args.kv else BOUND
     worst = 0.0

@@ -43,7 +43,8 @@ class EngineConfig:
 
     - ``kv_memory``: bytes (or "2GiB") for K and V; ``kv_blocks``: the same as a number of blocks; neither: chosen
       from what the process may use, with head room
-    - ``kv_dtype``: float16, float32, bfloat16 or int8 (half of float16's memory); ``block_size``: token slots a block
+    - ``kv_dtype``: float16, float32, bfloat16, or with half of float16's memory int8 (on a CPU) or fp8
+      (on a GPU); ``block_size``: token slots a block
     - ``max_batched_tokens``: tokens a step; None: chosen so that a step takes about 0.2 s, and logged
     - ``max_running``: sequences that hold blocks at a time; ``max_context``: most tokens of one sequence
     - ``compute``: "fast" (8-bit activations against quantised weights) or "exact" (float activations)
@@ -57,7 +58,12 @@ class EngineConfig:
     - ``kv_disk``: bytes of disk for prefixes that fall out of memory, which survive a restart; ``kv_disk_path``: where
     - ``speculate``: most tokens that a step drafts by prompt lookup for one sequence, to be verified together (0 or
       None: none); on text that repeats its prompt several come out right at once, on other text nothing is drafted
-    - ``backend``: "cpu" or "reference" (NumPy, slow: the definition of right)
+    - ``device``: "auto" (a GPU if one can be computed on, else the CPU), "cpu" or "cuda"
+    - ``gpu_memory``: the share of a GPU's memory that weights, activations and K and V may take together
+    - ``gemm``: on a GPU, "fixed" (sums in an order that is a row's own) or "cublas" (faster for some shapes; the same
+      request may get other bytes in another batch)
+    - ``tensor_parallel``: how many GPUs, or processes on the CPU, share the heads and the weights
+    - ``backend``: "auto" (the device's own), "cpu", "triton" or "reference" (NumPy, slow: the definition of right)
     - ``audit``: recount all blocks after each step (slow; for tests)
     """
 
@@ -80,7 +86,11 @@ class EngineConfig:
     kv_disk: int | str | None = None
     kv_disk_path: str | None = None
     speculate: int | None = None
-    backend: str = "cpu"
+    device: str = "auto"
+    gpu_memory: float = 0.9
+    gemm: str = "fixed"
+    tensor_parallel: int = 1
+    backend: str = "auto"
     audit: bool = False
 
     def __post_init__(self) -> None:
@@ -98,7 +108,13 @@ class EngineConfig:
             self._within("speculate", 0, 64)
         self._one_of("kv_dtype", tuple(KV_ITEMSIZE))
         self._one_of("compute", ("fast", "exact"))
-        self._one_of("backend", ("cpu", "reference"))
+        self._one_of("device", ("auto", "cpu", "cuda"))
+        self._one_of("gemm", ("fixed", "cublas"))
+        self._one_of("backend", ("auto", "cpu", "triton", "reference"))
+        self._within("tensor_parallel", 1, 64)
+        share = self.gpu_memory
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory must be a share above 0 and up to 1, not {share!r}", "gpu_memory")
         self._one_of("policy", ("fcfs", "priority", "shortest", "fair"))
         self._check_weights()
         for name in ("prefix_cache", "generation_defaults", "audit"):
@@ -109,6 +125,8 @@ class EngineConfig:
             object.__setattr__(self, "swap_memory", parse_size(self.swap_memory, "swap_memory"))
         if self.kv_disk is not None:
             object.__setattr__(self, "kv_disk", parse_size(self.kv_disk, "kv_disk"))
+            if self.tensor_parallel > 1:
+                raise ConfigError("kv_disk keeps the blocks of one process, tensor_parallel has several", "kv_disk")
             if not self.prefix_cache:
                 raise ConfigError("kv_disk keeps the prefix cache: it needs prefix_cache", "kv_disk")
         elif self.kv_disk_path is not None:

@@ -230,7 +230,7 @@ def test_another_setting_or_model_is_named_and_not_replayed(
     for options, part, hint in [
         (("--kv-dtype", "int8"), "KV type: recorded float32, here int8", "--kv-dtype float32"),
         (("--compute", "fast"), "compute mode: recorded exact, here fast", "--compute exact"),
-        (("--isa", "scalar"), "instruction set: recorded cpu-", "here cpu-scalar"),
+        (("--isa", "scalar"), "instruction set or GPU: recorded cpu-", "here cpu-scalar"),
         (("--model", str(other)), "weights", "recorded"),
     ]:
         code, out, err = replay(file, "--max-context", "320", *options)

@@ -171,5 +171,5 @@ def test_int8_holds_nearly_twice_the_tokens_of_float16(head_dim: int, kv_heads: 
 
 
 def test_another_type_of_keys_and_values_is_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match=r"kv_dtype must be one of float32, float16, bfloat16, int8, not 'int4'"):
+    with pytest.raises(ConfigError, match=r"kv_dtype must be one of float32, float16, bfloat16, int8, fp8, not 'int4'"):
         EngineConfig(kv_dtype="int4")

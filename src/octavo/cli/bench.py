@@ -81,6 +81,7 @@ def run(model: str, prompt: int, output: int, requests: int, engine: dict[str, A
                 ("decode", f"{single.decode_rate:,.1f} tokens a second ({output:,} tokens, one request)"),
                 ("batch", f"{batch.output_rate:,.1f} tokens a second ({requests} requests of {prompt:,} + {output:,})"),
                 ("blocks", str(llm.stats())),
+                *([("gemm", "cublas: bytes depend on the batch")] if engine.get("gemm") == "cublas" else []),
             ]
         )
     return 0

@@ -14,6 +14,7 @@ from octavo.cli.console import rows
 from octavo.config import format_size
 from octavo.engine.memory import HEAD_ROOM, SHARE, memory_limit
 from octavo.kernels.threads import choose_threads
+from octavo.kernels.triton.device import described
 from octavo.loading.pull import list_models, models_dir
 
 PACKAGES = ("numpy", "tokenizers", "safetensors", "gguf", "jinja2", "huggingface_hub")
@@ -31,6 +32,7 @@ def run() -> int:
             ("python", f"{platform.python_version()}, {sys.executable}"),
             ("machine", f"{platform.system()} {platform.machine()}, {_processor()}"),
             *kernels,
+            ("GPU", described()),
             ("threads", f"{threads.count}: {threads.reason}"),
             ("memory", f"{format_size(available)}: {source}"),
             (

@@ -8,8 +8,10 @@ from typing import Any
 from octavo.cli.console import counted, rows
 from octavo.config import EngineConfig, format_size
 from octavo.core.layout import KVLayout
-from octavo.engine.build import context_of, layout_of
+from octavo.engine.gpu_memory import GpuMemory, plan_gpu_memory
+from octavo.engine.load import context_of, layout_of
 from octavo.engine.memory import MemoryPlan, plan_memory
+from octavo.kernels.triton.device import choose_device, usable_gpus
 from octavo.loading import Checkpoint, open_model
 from octavo.loading.gguf import open_splits
 from octavo.loading.safetensors import open_shards
@@ -32,13 +34,22 @@ def run(model: str, length: int | None, engine: dict[str, Any]) -> int:
     checkpoint = open_model(model, config.max_context)
     context = context_of(checkpoint, config)
     layout = layout_of(checkpoint, config)
-    plan = plan_memory(config, layout, context, checkpoint.nbytes)
+    plan = _plan(config, layout, context, checkpoint.nbytes)
     rows(_model(checkpoint))
     print()
     rows(_memory(plan, checkpoint, config))
     print()
     rows(_fitting(plan, length))
     return 0
+
+
+def _plan(config: EngineConfig, layout: KVLayout, context: int, weights: int) -> MemoryPlan:
+    """On a GPU without what a step takes, which only running one tells."""
+    if choose_device(config.device, config.backend) == "cpu":
+        return plan_memory(config, layout, context, weights)
+    gpu = usable_gpus()[0]
+    name = f"GPU {gpu.name}, before a step's working memory"
+    return plan_gpu_memory(config, layout, context, GpuMemory(name, gpu.total, gpu.total - gpu.free, weights, 0))
 
 
 def _model(checkpoint: Checkpoint) -> list[tuple[str, object]]:

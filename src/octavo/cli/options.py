@@ -38,7 +38,9 @@ class Flag:
 ENGINE = (
     Flag("kv_memory", 'memory for keys and values, such as "512MiB" or "2GB" (default: from what is free)', "SIZE"),
     Flag("kv_blocks", "the same as a number of blocks", "N"),
-    Flag("kv_dtype", "float16, float32, bfloat16 or int8 (half the memory of float16)", "TYPE"),
+    Flag(
+        "kv_dtype", "float16, float32, bfloat16, int8 or fp8 (half of float16's memory, on a CPU or on a GPU)", "TYPE"
+    ),
     Flag("block_size", "token slots in a block", "N"),
     Flag("max_batched_tokens", "tokens computed in a step (default: adapts to the machine)", "N"),
     Flag("max_running", "sequences that run at a time", "N"),
@@ -55,12 +57,16 @@ ENGINE = (
     Flag("kv_disk", 'disk for computed prefixes, such as "8GiB"; they survive a restart', "SIZE"),
     Flag("kv_disk_path", "where they lie (default: in the cache folder)", "DIR"),
     Flag("speculate", "draft up to N tokens a step by prompt lookup: faster where answers repeat their prompt", "N"),
-    Flag("backend", "cpu, or reference (NumPy, slow: the definition of right)", "NAME"),
+    Flag("device", "auto (a GPU if there is a usable one), cpu or cuda", "NAME"),
+    Flag("gpu_memory", "the share of a GPU's memory that may be used, keys and values included", "SHARE"),
+    Flag("gemm", "on a GPU: fixed, or cublas (answers then depend on what else runs)", "HOW"),
+    Flag("tensor_parallel", "GPUs (or processes) that share the model", "N"),
+    Flag("backend", "auto (the device's own), cpu, triton or reference (NumPy, slow: the definition of right)", "NAME"),
     Flag("audit", "recount all blocks after each step (slow, for debugging)"),
 )
 
 # The settings that decide what fits.
-MEMORY = ("kv_memory", "kv_blocks", "kv_dtype", "block_size", "max_running", "max_context")
+MEMORY = ("kv_memory", "kv_blocks", "kv_dtype", "block_size", "max_running", "max_context", "device", "gpu_memory")
 
 SAMPLING = (
     Flag("max_tokens", "most tokens to generate (default: until the model ends or nothing fits)", "N", "-m"),

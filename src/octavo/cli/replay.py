@@ -93,8 +93,11 @@ def as_recorded(fingerprint: str | None) -> dict[str, Any]:
     found = Fingerprint.parse(fingerprint or "")
     if found is None or not found.backend:
         return {}
-    settings: dict[str, Any] = {"kv_dtype": found.kv_dtype, "compute": found.compute}
     kind, _, isa = found.backend.partition("-")
+    if kind == "triton":
+        return {"kv_dtype": found.kv_dtype, "gemm": found.compute}
+    # A machine with a GPU replays what a CPU answered on its CPU.
+    settings: dict[str, Any] = {"kv_dtype": found.kv_dtype, "compute": found.compute, "device": "cpu"}
     if kind == "reference":
         settings["backend"] = kind
     elif isa in runnable_isas():

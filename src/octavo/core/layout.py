@@ -18,6 +18,8 @@ With ``int8`` a layer is::
 
 Each token and head has a scale for V and one for every 32 dimensions of K, of which a few may be far larger than all
 others.  Pairs of K's dimensions lie together, as scores are then sums of integer products, two at a time.
+
+``fp8`` (e4m3, no scales) is for GPUs, and int8 for CPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from math import gcd
 
 from octavo.errors import ConfigError
 
-KV_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+KV_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1}
 KEY_GROUP = 32  # dimensions of an int8 key that share a scale
 SCALE_ITEMSIZE = 2
 

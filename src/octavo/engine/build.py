@@ -9,18 +9,18 @@ from typing import Any
 
 from octavo.clock import Clock, RealClock
 from octavo.config import EngineConfig, format_size
-from octavo.core.layout import KVLayout
 from octavo.decode.lookup import PromptLookup
+from octavo.engine.backends import make_backend
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake
-from octavo.engine.memory import MemoryPlan, plan_memory, plan_swap
+from octavo.engine.load import context_of, layout_of, load, most_logits
+from octavo.engine.memory import MemoryPlan, plan_swap
 from octavo.engine.persist import open_disk
-from octavo.errors import ConfigError, ModelError
+from octavo.engine.ranks import load_parallel
+from octavo.errors import ModelError
 from octavo.execute.executor import LocalExecutor
-from octavo.kernels.backend import Backend
 from octavo.loading import open_model
 from octavo.loading.checkpoint import Checkpoint
-from octavo.models.decoder import compile_model, kv_layout, load_weights
 from octavo.paging.kv import KV
 from octavo.schedule.budget import TokenBudget
 from octavo.schedule.policies import POLICIES, FairShare, Policy
@@ -32,8 +32,6 @@ from octavo.text.tokenizer import Tokenizer
 log = logging.getLogger("octavo.engine")
 
 Progress = Callable[[str, int, int], None]  # stage, done, of
-
-LOGITS_BYTES = 64 << 20  # most that the logits of one scoring chunk may take
 
 
 @dataclass
@@ -49,16 +47,6 @@ class Parts:
     config: EngineConfig
 
 
-def make_backend(config: EngineConfig) -> Backend:
-    if config.backend == "reference":
-        from octavo.kernels.reference import ReferenceBackend
-
-        return ReferenceBackend()
-    from octavo.kernels.cpu import CpuBackend
-
-    return CpuBackend(threads=config.threads, compute=config.compute, isa=config.isa)
-
-
 def make_policy(config: EngineConfig) -> Policy:
     return FairShare(config.user_weights) if config.policy == "fair" else POLICIES[config.policy]()
 
@@ -69,18 +57,6 @@ def open_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     if checkpoint.folder is None:
         raise ModelError(f"{checkpoint.path} has no tokenizer")
     return Tokenizer.from_folder(checkpoint.folder)
-
-
-def layout_of(checkpoint: Checkpoint, config: EngineConfig) -> KVLayout:
-    return kv_layout(checkpoint.spec, config.block_size, config.kv_dtype)
-
-
-def context_of(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    """The most tokens of one sequence: the model's, or less if set so."""
-    most = checkpoint.spec.max_context
-    if config.max_context is not None and config.max_context > most:
-        raise ConfigError(f"max_context {config.max_context} is beyond the model's {most} tokens", "max_context")
-    return config.max_context or most
 
 
 def end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> tuple[int, ...]:
@@ -113,18 +89,20 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
     spec = checkpoint.spec
     context = context_of(checkpoint, config)
     layout = layout_of(checkpoint, config)
-    memory = plan_memory(config, layout, context, checkpoint.nbytes)
-    tokenizer = open_tokenizer(checkpoint)
     backend = make_backend(config)
-    packed = (lambda done, total: progress("loading", done, total)) if progress else None
-    weights = load_weights(backend, checkpoint, packed)
-    checkpoint.tensors.release()
-    program = compile_model(backend, spec, weights, layout)
+    tokenizer = open_tokenizer(checkpoint)
     # Rows of the head that no token has must never be drawn: they have no text.
     banned = range(tokenizer.vocab_size, spec.vocab)
-    host = plan_swap(config, layout, memory.blocks)
-    store, files = (open_disk(checkpoint, layout, config, backend) or (None, 0)) if config.kv_disk else (None, 0)
-    executor = LocalExecutor(backend, program, layout, memory.blocks, banned, host, store)
+    packed = (lambda done, total: progress("loading", done, total)) if progress else None
+    store, files = None, 0
+    executor: LocalExecutor
+    if config.tensor_parallel > 1:
+        executor, memory, host = load_parallel(model, checkpoint, config, backend, banned, packed)
+    else:
+        program, memory = load(checkpoint, config, backend, layout, packed)
+        host = plan_swap(config, layout, memory.blocks)
+        store, files = (open_disk(checkpoint, layout, config, backend) or (None, 0)) if config.kv_disk else (None, 0)
+        executor = LocalExecutor(backend, program, layout, memory.blocks, banned, host, store)
     kv = KV(memory.blocks, config.block_size, layout.windows, config.prefix_cache, host_slots=host, disk_slots=files)
     if store is not None and kv.disk is not None:
         store.adopt(kv.disk.adopt(store.files()))
@@ -140,7 +118,7 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
         budget=budget,
         swap_pays=choice,
         max_running=config.max_running,
-        most_logits=max(1, LOGITS_BYTES // (4 * spec.vocab)),
+        most_logits=most_logits(spec.vocab),
         clock=clock,
         audited=config.audit,
         block_bytes=layout.block_bytes,

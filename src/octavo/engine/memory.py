@@ -131,14 +131,25 @@ def plan_memory(config: EngineConfig, layout: KVLayout, context: int, weights: i
     if blocks * size > available:
         raise ConfigError(
             f"a KV cache of {format_size(blocks * size)} is beyond the {format_size(available)} of {source} ({fits})",
-            "kv_blocks" if config.kv_blocks is not None else "kv_memory",
+            sizing(config),
         )
+    return planned(config, layout, context, blocks, why, fits)
+
+
+def planned(config: EngineConfig, layout: KVLayout, context: int, blocks: int, why: str, fits: str) -> MemoryPlan:
+    """Raises ConfigError if so few blocks do not hold a token."""
+    size = layout.block_bytes
     least = KV(1, layout.block_size, layout.windows).blocks_for(1)
     if blocks < least:
         raise ConfigError(
             f"a KV cache of {blocks} blocks ({format_size(max(0, blocks) * size)}) cannot hold one token: at least "
             f"{least} blocks of {format_size(size)} are needed ({fits})",
-            "kv_blocks" if config.kv_blocks is not None else "kv_memory",
+            sizing(config),
         )
     longest = KV(blocks, layout.block_size, layout.windows).longest()
     return MemoryPlan(blocks, layout, context, longest, why)
+
+
+def sizing(config: EngineConfig) -> str:
+    """The setting that decides how many blocks there are, for messages."""
+    return "kv_blocks" if config.kv_blocks is not None else "kv_memory"

@@ -23,10 +23,15 @@ def identity(checkpoint: Checkpoint, layout: KVLayout, config: EngineConfig, bac
     """A name that changes with anything that may change a bit of K or V, or the meaning of a token id.
 
     Weights, tokenizer and rotary settings (the fingerprint), KV dtype and layout, compute mode, backend, instruction
-    set and kernel build.
+    set or GPU, and kernel build.
     """
-    parts = [fingerprint(checkpoint), repr(layout), config.compute, backend.name, backend.build]
+    parts = [fingerprint(checkpoint), repr(layout), compute_mode(config, backend), backend.name, backend.build]
     return hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
+
+
+def compute_mode(config: EngineConfig, backend: Backend) -> str:
+    """How matrices are multiplied: "fast" or "exact" on the CPU, "fixed" or "cublas" on a GPU."""
+    return config.gemm if backend.name.startswith("triton") else config.compute
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

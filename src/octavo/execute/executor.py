@@ -14,7 +14,7 @@ from octavo.core.layout import KVLayout
 from octavo.core.plan import DEVICE, DISK, HOST, Move, Plan, Row, RowResult, StepResult
 from octavo.execute import inputs, sampler
 from octavo.execute.disk import DiskStore
-from octavo.kernels.backend import Backend, Program
+from octavo.kernels.backend import Backend, Logits, Program
 
 log = logging.getLogger("octavo.execute")
 
@@ -109,15 +109,21 @@ class LocalExecutor:
             else:
                 self.disk.read(move, self.backend.block(self.host, move.target.slot))
 
+    def compute(self, plan: Plan) -> None:
+        """The plan's moves and its pass through the model, without drawing: what all ranks but one do."""
+        self._move(plan.moves)
+        if plan.rows:
+            self._logits(plan.rows)
+
     def _compute(self, rows: Sequence[Row]) -> tuple[RowResult, ...]:
-        if not rows:
-            return ()
+        return sampler.results(self.backend, rows, self._logits(rows), self.banned) if rows else ()
+
+    def _logits(self, rows: Sequence[Row]) -> Logits:
         for row in rows:
             for draw in row.draws:
                 if draw.mask is not None:
                     draw.mask.begin()
-        logits = self.program.run(inputs.batch(rows, len(self.layout.groups)), self.blocks)
-        return sampler.results(self.backend, rows, logits, self.banned)
+        return self.program.run(inputs.batch(rows, len(self.layout.groups)), self.blocks)
 
     def _alone(self, row: Row) -> RowResult:
         try:

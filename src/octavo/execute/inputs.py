@@ -15,6 +15,12 @@ def as_int32(items: array[int]) -> np.ndarray:
     return np.frombuffer(items, dtype=np.int32) if len(items) else np.empty(0, np.int32)
 
 
+def wanted(row: Row) -> int:
+    """How many logits a row wants."""
+    drawn = 1 + row.drafts if row.draws and len(row.targets) < len(row.tokens) else 0
+    return len(row.targets) + drawn
+
+
 def batch(rows: Sequence[Row], groups: int) -> Batch:
     """Concatenates rows; wants logits for scored tokens, and for the last token of rows that draw or for all that the
     draws of a row with drafts are from."""

@@ -195,6 +195,10 @@ class ReferenceOps:
             logits = softcap * np.tanh(logits / softcap)
         self.result = logits.astype(np.float32)
 
+    def exchange(self, x: Array, width: int | None, work: Callable[[Array], Array]) -> Array:
+        """For tensor parallelism: what ``work`` makes of x, see :mod:`octavo.kernels.parallel`."""
+        return work(x)
+
     def _angles(self, inv_freq: Array, scale: float) -> tuple[Array, Array]:
         """Cosine and sine [M, 1, rotary_dim/2] of each token's angles, which are products rounded to float32."""
         angle = self.batch.positions.astype(np.float32)[:, None] * inv_freq.astype(np.float32)

@@ -11,7 +11,7 @@ _TEXT = re.compile(
 )
 _TOLD = {
     "version": "version of Octavo",
-    "backend": "instruction set",
+    "backend": "instruction set or GPU",
     "build": "build of the kernels",
     "weights": "weights (or tokenizer, template, --max-context)",
     "kv_dtype": "KV type",
@@ -24,10 +24,11 @@ class Fingerprint:
     """What two servers have in common if they give the same request the same bytes.
 
     - ``version``: Octavo's; it stands for everything written in Python
-    - ``backend``: whose kernels, and for which instruction set: ``cpu-avx512_vnni``, or ``reference``
-    - ``build``: a hash of the kernels' machine code
+    - ``backend``: whose kernels, and for which instruction set or GPU: ``cpu-avx512_vnni``, ``triton-sm90``, or
+      ``reference``
+    - ``build``: a hash of the kernels' code
     - ``weights``: a hash of the model's files, tokenizer and template included, and of the spec made of them
-    - ``kv_dtype``, ``compute``: as in :class:`octavo.config.EngineConfig`
+    - ``kv_dtype``, ``compute``: as in :class:`octavo.config.EngineConfig`; on a GPU ``compute`` is what that calls gemm
     """
 
     version: str

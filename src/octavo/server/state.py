@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import octavo
-from octavo.engine.persist import fingerprint
+from octavo.engine.persist import compute_mode, fingerprint
 from octavo.engine.service import AsyncLLM
 from octavo.execute.executor import LocalExecutor
 from octavo.server.admission import Admission
@@ -83,5 +83,6 @@ def system_fingerprint(llm: AsyncLLM) -> Fingerprint:
     build = hashlib.blake2b(backend.build.encode(), digest_size=4).hexdigest()
     weights = fingerprint(parts.checkpoint)[:8]
     config = parts.config
-    name = backend.name.removesuffix(f"-{config.compute}")  # it is named by itself
-    return Fingerprint(octavo.__version__, name, build, weights, config.kv_dtype, config.compute)
+    compute = compute_mode(config, backend)
+    name = backend.name.removesuffix(f"-{compute}")  # it is named by itself
+    return Fingerprint(octavo.__version__, name, build, weights, config.kv_dtype, compute)

@@ -1,0 +1,86 @@
+"""The GPU backend: torch tensors and Triton kernels."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from octavo.core.layout import KVLayout
+from octavo.core.plan import DEVICE
+from octavo.kernels.backend import Ops, SampleBatch, Sampled
+from octavo.kernels.triton import interpreter, move, weights
+from octavo.kernels.triton import sample as sampling
+from octavo.kernels.triton.program import TritonProgram
+
+Array = np.ndarray
+
+
+class TritonBackend:
+    """Triton kernels on one GPU; on the CPU where they are interpreted.
+
+    Owns: the device's stream that the kernels run in.
+
+    Promises: an output row has the same bits whatever rows run with it.
+    """
+
+    def __init__(self, device: str | None = None, gemm: str = "fixed") -> None:
+        if gemm not in ("fixed", "cublas"):
+            raise ValueError(f"gemm is fixed or cublas, not {gemm}")
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.gemm = gemm
+        interpreter.repair()
+        self.name = f"triton-{self._architecture()}"
+
+    def _architecture(self) -> str:
+        if self.device.type == "cpu":
+            return "interpreted"
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return f"sm_{major}{minor}"
+
+    @cached_property
+    def build(self) -> str:
+        """A hash of the kernels' source and of what compiles and runs it."""
+        state = hashlib.blake2b(digest_size=16)
+        for path in sorted(Path(__file__).parent.glob("*.py")):
+            state.update(path.read_bytes())
+        state.update(f"{triton.__version__} {torch.__version__}".encode())
+        return state.hexdigest()
+
+    def matrix(
+        self, type: str, data: Array, rows: int, cols: int, read: Callable[[int], None] | None = None
+    ) -> weights.Weight:
+        return weights.pack(type, data, rows, cols, self.device, read)
+
+    def vector(self, data: Array) -> Tensor:
+        return torch.from_numpy(np.array(data, dtype=np.float32)).to(self.device)
+
+    def program(self, build: Callable[[Ops], None], layout: KVLayout, heads: int) -> TritonProgram:
+        return TritonProgram(build, layout, heads, self.device)
+
+    def store(self, count: int, nbytes: int, tier: int) -> Tensor:
+        """On the device, or in pinned host memory, which the device reads and writes too."""
+        if tier == DEVICE:
+            return torch.empty(count, nbytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(count, nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+
+    def block(self, blocks: Tensor, slot: int) -> Array:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        row: Array = blocks[slot].cpu().numpy()
+        return row
+
+    def move(self, source: Tensor, target: Tensor, pairs: Array) -> None:
+        move.move(source, target, pairs, self.device)
+
+    def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
+        return sampling.sample(logits, batch)
+
+    def score(self, logits: Tensor, targets: Array, top: int) -> Sampled:
+        return sampling.score(logits, targets, top)

@@ -1,0 +1,48 @@
+"""Copies of whole blocks in one launch: within the device, and between it and pinned host memory, which it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+WORDS = 1024  # 8-byte words that one program copies
+
+
+@triton.jit
+def copy_blocks(source, target, pairs, source_stride, target_stride, words, BLOCK: tl.constexpr):
+    pair = pairs + tl.program_id(0) * 2
+    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < words
+    read = source + tl.load(pair).to(tl.int64) * source_stride + at
+    written = target + tl.load(pair + 1).to(tl.int64) * target_stride + at
+    tl.store(written, tl.load(read, mask=inside), mask=inside)
+
+
+def move(source: torch.Tensor, target: torch.Tensor, pairs: np.ndarray, device: torch.device) -> None:
+    """target[pairs[i, 1]] = source[pairs[i, 0]] in order, of arrays uint8 [n, block_bytes]."""
+    size = source.shape[1]
+    word = next(t for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if size % t.itemsize == 0)
+    a, b = source.view(word), target.view(word)
+    for batch in independent(pairs, source is target):
+        there = torch.from_numpy(np.ascontiguousarray(batch, np.int32)).to(device)
+        grid = len(batch), triton.cdiv(a.shape[1], WORDS)
+        copy_blocks[grid](a, b, there, a.stride(0), b.stride(0), a.shape[1], BLOCK=WORDS)
+
+
+def independent(pairs: np.ndarray, one: bool) -> Iterator[np.ndarray]:
+    """The pairs cut into runs that may be copied in any order; ``one``: source and target are one array."""
+    begin = 0
+    read: set[int] = set()
+    written: set[int] = set()
+    for i, (a, b) in enumerate(pairs.tolist()):
+        if b in written or (one and (a in written or b in read)):
+            yield pairs[begin:i]
+            begin, read, written = i, set(), set()
+        read.add(a)
+        written.add(b)
+    if begin < len(pairs):
+        yield pairs[begin:]

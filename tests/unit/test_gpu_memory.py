@@ -1,0 +1,149 @@
+"""How large the KV cache becomes on a GPU; and the step that is run to find out, on the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from conftest import TinyModels
+from octavo.config import EngineConfig
+from octavo.core.layout import KVLayout, LayerGroup
+from octavo.engine.gpu_memory import GpuMemory, LargestStep, largest_step, plan_gpu_memory
+from octavo.errors import ConfigError
+
+LAYOUT = KVLayout(16, 2, 32, "float16", (LayerGroup(None, (0, 1)),))  # blocks of 8 KiB
+MIB, GIB = 1 << 20, 1 << 30
+H100 = GpuMemory("GPU 0 (NVIDIA H100)", 80 * GIB, 1 * GIB, 16 * GIB, 3 * GIB)
+
+
+def test_a_gpu_keeps_what_its_share_leaves() -> None:
+    """A pure function of the total, what is taken, and the share."""
+    plan = plan_gpu_memory(EngineConfig(max_running=10**4), LAYOUT, 10**6, H100)
+    assert plan.nbytes == (int(0.9 * 80 * GIB) - 20 * GIB) // LAYOUT.block_bytes * LAYOUT.block_bytes
+    assert "90% of GPU 0 (NVIDIA H100)" in plan.why
+    half = plan_gpu_memory(EngineConfig(max_running=10**4, gpu_memory=0.5), LAYOUT, 10**6, H100)
+    assert half.nbytes == 20 * GIB
+    useful = plan_gpu_memory(EngineConfig(max_running=4), LAYOUT, 64, H100)
+    assert useful.blocks == 4 * 4 and useful.why == "all that can be used"
+
+
+def test_a_size_that_is_set_holds_on_a_gpu_if_it_fits() -> None:
+    assert plan_gpu_memory(EngineConfig(kv_blocks=1000), LAYOUT, 512, H100).blocks == 1000
+    assert plan_gpu_memory(EngineConfig(kv_memory="59GiB"), LAYOUT, 512, H100).nbytes == 59 * GIB
+    for settings in ({"kv_memory": "61GiB"}, {"kv_blocks": 61 * GIB // LAYOUT.block_bytes}):
+        with pytest.raises(
+            ConfigError, match="61.0 GiB is beyond the 60.0 GiB .*NVIDIA H100.* tokens would fit"
+        ) as error:
+            plan_gpu_memory(EngineConfig(**settings), LAYOUT, 512, H100)
+        assert error.value.field == next(iter(settings))
+
+
+def test_a_gpu_too_small_is_said_with_all_figures() -> None:
+    """What was found, what is needed, what works instead."""
+    small = replace(H100, total=20 * GIB)
+    with pytest.raises(ConfigError) as error:
+        plan_gpu_memory(EngineConfig(), LAYOUT, 512, small)
+    said = str(error.value)
+    assert "\n" not in said and error.value.field == "gpu_memory"
+    for words in ("20.0 GiB", "18.0 GiB", "weights 16.0 GiB", "largest step 3.0 GiB", "others 1.0 GiB", "device cpu"):
+        assert words in said
+    with pytest.raises(ConfigError, match="so that no KV cache fits"):
+        plan_gpu_memory(EngineConfig(kv_blocks=5), LAYOUT, 512, small)
+
+
+def test_the_largest_step_is_what_the_scheduler_may_make() -> None:
+    assert largest_step(EngineConfig(max_batched_tokens=2048), 4096, 128) == LargestStep(2048, 256, 384, 4096)
+    assert largest_step(EngineConfig(max_batched_tokens=64), 4096, 128) == LargestStep(64, 64, 64, 4096)
+    chosen = largest_step(EngineConfig(max_running=5000, speculate=4), 10**6, 7)
+    assert (chosen.tokens, chosen.rows, chosen.logits) == (5064, 5000, 5064)
+
+
+@pytest.mark.parametrize("windows", [(None, None), (None, 16)])
+def test_the_largest_step_runs(windows: tuple[int | None, ...]) -> None:
+    """On the reference, in place of a GPU: tables, rows and positions are in order, up to the context's end."""
+    torch = pytest.importorskip("torch")
+    from kernel_worlds import Shape, decoder
+
+    from octavo.kernels.reference import ReferenceBackend
+    from octavo.kernels.triton.profile import largest_batch, largest_samples, step_bytes
+
+    backend, shape = ReferenceBackend(), Shape(windows=windows)
+    program = backend.program(decoder(backend, shape), shape.layout(), shape.heads)
+    for tokens, rows, logits, context in [(40, 8, 12, 50), (8, 8, 8, 3), (30, 1, 30, 20)]:
+        batch = largest_batch(shape.layout(), tokens, rows, logits, context)
+        assert batch.starts[-1] == len(batch.tokens) == min(tokens, context + rows - 1)
+        assert batch.positions.max() == context - 1 and len(batch.starts) == rows + 1
+        samples = largest_samples(len(batch.logits_at))
+        assert step_bytes(backend, program, shape.layout(), torch.device("cpu"), batch, samples) == 0
+
+
+def test_a_gpu_is_sized_twice(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before loading, by the weights to come, so that what can't fit is refused at once; then by what a step took."""
+    from octavo.engine import load as loading
+    from octavo.kernels.reference import ReferenceBackend
+    from octavo.loading import open_model
+
+    checkpoint = open_model(str(tiny_models.folder("llama")))
+    config = EngineConfig(kv_dtype="float32", max_batched_tokens=24)
+    layout = loading.layout_of(checkpoint, config)
+    asked: list[tuple[int | None, int]] = []
+    total = 100 * MIB
+
+    def gpu_memory(backend: object, weights: int | None = None, step: int = 0) -> GpuMemory:
+        asked.append((weights, step))
+        return GpuMemory("GPU", total, MIB, MIB if weights is None else weights, step)
+
+    monkeypatch.setattr(loading, "on_gpu", lambda backend: True)
+    monkeypatch.setattr(loading, "gpu_memory", gpu_memory)
+    monkeypatch.setattr(loading, "step_memory", lambda backend, program, layout, most: most.tokens * MIB)
+    _, memory = loading.load(checkpoint, config, ReferenceBackend(), layout)
+    assert asked == [(checkpoint.nbytes, 0), (None, 24 * MIB)]
+    assert memory.nbytes <= 64 * MIB < memory.nbytes + layout.block_bytes or memory.why == "all that can be used"
+    total, asked[:] = 1000, []
+    with pytest.raises(ConfigError, match="no KV cache fits"):
+        loading.load(checkpoint, config, ReferenceBackend(), layout)
+    assert asked == [(checkpoint.nbytes, 0)], "refused before it was loaded"
+
+
+def test_inspect_counts_on_a_gpu(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    from octavo.cli import inspect
+    from octavo.kernels.triton.device import Gpu
+
+    monkeypatch.setattr(inspect, "choose_device", lambda device, backend: "cuda")
+    monkeypatch.setattr(inspect, "usable_gpus", lambda: [Gpu(0, "NVIDIA H100", (9, 0), 79 * GIB, 80 * GIB)])
+    assert inspect.run(str(tiny_models.gguf("llama", "Q8_0")), None, {"gpu_memory": 0.1, "max_running": 65536}) == 0
+    assert "what 10% of GPU NVIDIA H100, before a step's working memory leaves" in capsys.readouterr().out
+
+
+def test_memory_is_asked_of_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What others have is what is neither free nor this process's; a step's is the peak above what was there."""
+    torch = pytest.importorskip("torch")
+    from octavo.kernels.triton import profile
+
+    for name, value in {
+        "synchronize": None,
+        "empty_cache": None,
+        "mem_get_info": (50 * GIB, 80 * GIB),
+        "memory_reserved": 20 * GIB,
+        "max_memory_reserved": 23 * GIB,
+        "reset_peak_memory_stats": None,
+        "get_device_name": "NVIDIA H100",
+    }.items():
+        assert hasattr(torch.cuda, name)
+        monkeypatch.setattr(torch.cuda, name, lambda device=None, value=value: value)
+    assert profile.memory_of(torch.device("cuda:0")) == ("NVIDIA H100", 80 * GIB, 10 * GIB, 20 * GIB)
+
+    class Empty:
+        def store(self, count: int, nbytes: int, tier: int) -> np.ndarray:
+            return np.zeros((count, nbytes), np.uint8)
+
+        def sample(self, logits: object, batch: object) -> None: ...
+
+        def run(self, batch: object, blocks: object) -> None: ...
+
+    some: Any = Empty()
+    batch, samples = profile.largest_batch(LAYOUT, 4, 2, 2, 8), profile.largest_samples(2)
+    assert profile.step_bytes(some, some, LAYOUT, torch.device("cuda:0"), batch, samples) == 3 * GIB
