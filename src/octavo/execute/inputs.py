@@ -26,20 +26,19 @@ def batch(rows: Sequence[Row], groups: int) -> Batch:
     draws of a row with drafts are from."""
     tokens: array[int] = array("i")
     starts: array[int] = array("i", [0])
+    positions: array[int] = array("i")
     logits_at: array[int] = array("i")
     for row in rows:
         first = len(tokens)
         tokens.extend(row.tokens)
+        positions.extend(range(row.start, row.start + len(row.tokens)))
         starts.append(len(tokens))
         if row.targets:
             logits_at.extend(range(first, first + len(row.targets)))
         if row.draws and len(row.targets) < len(row.tokens):
             logits_at.extend(range(len(tokens) - 1 - row.drafts, len(tokens)))
-    ends = as_int32(starts)
-    lengths = np.diff(ends)
-    offset = np.fromiter((row.start for row in rows), np.int32, len(rows)) - ends[:-1]
-    positions = np.arange(len(tokens), dtype=np.int32) + np.repeat(offset, lengths)
-    return Batch(as_int32(tokens), positions, ends, [_tables(rows, g) for g in range(groups)], as_int32(logits_at))
+    tables = [_tables(rows, g) for g in range(groups)]
+    return Batch(as_int32(tokens), as_int32(positions), as_int32(starts), tables, as_int32(logits_at))
 
 
 def _tables(rows: Sequence[Row], group: int) -> tuple[np.ndarray, np.ndarray]:

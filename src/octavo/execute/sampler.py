@@ -14,26 +14,44 @@ NOT_A_NUMBER = "the model's logits for this request are not finite numbers, or e
 
 def draw_batch(draws: Sequence[tuple[int, Draw]], banned: np.ndarray) -> SampleBatch:
     """(logits row, draw) pairs as arrays; ``banned`` ids (rows of the head that no token has) are banned for all."""
-    n = len(draws)
-
-    def column(name: str, dtype: type) -> np.ndarray:
-        return np.fromiter((getattr(d, name) for _, d in draws), dtype, n)
-
+    all = [d for _, d in draws]
+    # A call of NumPy costs more than a row: columns of one type are made together.
+    temperature, top_p, min_p, repetition, presence, frequency = np.array(
+        [
+            [d.temperature for d in all],
+            [d.top_p for d in all],
+            [d.min_p for d in all],
+            [d.repetition for d in all],
+            [d.presence for d in all],
+            [d.frequency for d in all],
+        ],
+        np.float32,
+    )
+    row, top_k, branch, position, logprobs = np.array(
+        [
+            [r for r, _ in draws],
+            [d.top_k for d in all],
+            [d.branch for d in all],
+            [d.position for d in all],
+            [d.logprobs for d in all],
+        ],
+        np.int32,
+    )
     return SampleBatch(
-        row=np.fromiter((r for r, _ in draws), np.int32, n),
-        temperature=column("temperature", np.float32),
-        top_k=column("top_k", np.int32),
-        top_p=column("top_p", np.float32),
-        min_p=column("min_p", np.float32),
-        repetition=column("repetition", np.float32),
-        presence=column("presence", np.float32),
-        frequency=column("frequency", np.float32),
-        seed=column("seed", np.uint64),
-        branch=column("branch", np.int32),
-        position=column("position", np.int32),
-        logprobs=column("logprobs", np.int32),
-        bias=_bias(draws, banned),
-        history=_ragged([d.history for _, d in draws], np.int32),
+        row=row,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition=repetition,
+        presence=presence,
+        frequency=frequency,
+        seed=np.array([d.seed for d in all], np.uint64),
+        branch=branch,
+        position=position,
+        logprobs=logprobs,
+        bias=_bias(all, banned),
+        history=_ragged([d.history for d in all], np.int32),
     )
 
 
@@ -52,17 +70,17 @@ def masks(draws: Sequence[tuple[int, Draw]], vocabulary: int) -> tuple[np.ndarra
 
 def _ragged(items: Sequence[Sequence[tuple[int, float]]], dtype: type) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     offsets = np.zeros(len(items) + 1, np.int32)
+    if not any(items):
+        return offsets, np.empty(0, np.int32), np.empty(0, dtype)
     np.cumsum([len(i) for i in items], out=offsets[1:])
     total = int(offsets[-1])
-    if not total:
-        return offsets, np.empty(0, np.int32), np.empty(0, dtype)
     ids = np.fromiter((k for i in items for k, _ in i), np.int32, total)
     values: np.ndarray = np.fromiter((v for i in items for _, v in i), dtype, total)
     return offsets, ids, values
 
 
-def _bias(draws: Sequence[tuple[int, Draw]], banned: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    own = _ragged([d.bias for _, d in draws], np.float32)
+def _bias(draws: Sequence[Draw], banned: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    own = _ragged([d.bias for d in draws], np.float32)
     if not len(banned):
         return own
     offsets, ids, values = own

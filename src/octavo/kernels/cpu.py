@@ -86,7 +86,7 @@ class CpuBackend:
         self.native.move(source, target, np.ascontiguousarray(pairs, dtype=np.int64).reshape(-1, 2))
 
     def sample(self, logits: Array, batch: SampleBatch) -> Sampled:
-        top = max(0, min(int(np.max(batch.logprobs, initial=0)), logits.shape[1]))
+        top = max(0, min(int(batch.logprobs.max(initial=0)), logits.shape[1]))
         out = _empty(len(batch.row), top)
         self.native.sample(
             _as(logits, np.float32),
