@@ -249,10 +249,10 @@ def plan(batch: Batch, layout: KVLayout, heads: int, window: int | None) -> Work
     return Work(items.astype(np.int32), joins.astype(np.int32), row[of])
 
 
-def at_tables(work: Work, batch: Batch, group: int) -> Work:
-    """The same work over the tables of one group."""
+def at_tables(work: Work, offsets: Array) -> Work:
+    """The same work over the tables of one group, which begin at ``offsets``."""
     items = work.items.copy()
-    items[:, 4] = batch.tables[group][1][work.row]
+    items[:, 4] = offsets[work.row]
     return Work(items, work.joins, work.row)
 
 
