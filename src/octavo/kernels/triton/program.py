@@ -72,8 +72,8 @@ class Recorder:
     then it is rounded once, when it is made.
     """
 
-    def __init__(self, layout: KVLayout, heads: int) -> None:
-        self.layout, self.heads = layout, heads
+    def __init__(self, layout: KVLayout, heads: int, library: bool = False) -> None:
+        self.layout, self.heads, self.library = layout, heads, library
         self.calls: list[Call] = []
         self.logits = False
         self.exchanges = False  # something runs in Python between kernels: such a step can't be a graph
@@ -93,7 +93,7 @@ class Recorder:
         self, x: Slot, weights: Sequence[Weight], bias: Tensor | None = None, residual: Slot | None = None
     ) -> Slot:
         def launch(at: Where, out: Tensor, x: Tensor, residual: Tensor | None) -> None:
-            gemm.linear(x, weights, bias, residual, out)
+            gemm.linear(x, weights, bias, residual, out, self.library)
 
         out = self._record(sum(w.rows for w in weights), (x, residual), launch, product=True)
         x.products |= {w.input for w in weights}
@@ -220,10 +220,17 @@ class TritonProgram:
     of the batch's tokens; its result is a view that the next run overwrites.
     """
 
-    def __init__(self, build: Callable[[Ops], None], layout: KVLayout, heads: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        build: Callable[[Ops], None],
+        layout: KVLayout,
+        heads: int,
+        device: torch.device,
+        library: bool = False,
+    ) -> None:
         check(layout)
         self.layout, self.heads, self.device = layout, heads, device
-        recorder: Any = Recorder(layout, heads)
+        recorder: Any = Recorder(layout, heads, library)
         build(recorder)
         self.calls, self.cap, self.result = recorder.calls, recorder.cap, recorder.result
         self.exchanges = recorder.exchanges
