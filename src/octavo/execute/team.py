@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import signal
 import socket
 import subprocess
@@ -34,7 +33,8 @@ class Team:
     def __init__(self, size: int, module: str, order: Callable[[int, Path], Any]) -> None:
         """``order``: what the worker of a rank is sent first; ``module`` is run with the pipe's descriptor."""
         self.size = size
-        self.folder = Path(tempfile.mkdtemp(prefix="octavo-ranks-"))
+        self._folder = tempfile.TemporaryDirectory(prefix="octavo-ranks-")
+        self.folder = Path(self._folder.name)
         self.lost: str | None = None
         self.on_loss: Callable[[], None] = lambda: None
         self._closing = False
@@ -43,7 +43,10 @@ class Team:
         for rank in range(1, size):
             here, there = socket.socketpair()
             command = [sys.executable, "-m", module, str(there.fileno())]
-            process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+            # In a session of its own, so that a terminal's Ctrl-C is for this process alone.
+            process = subprocess.Popen(
+                command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
             there.close()
             self._workers.append((process, Connection(here.detach())))
             threading.Thread(target=self._watch, args=(rank, process), name=f"octavo-rank-{rank}", daemon=True).start()
@@ -61,6 +64,7 @@ class Team:
 
     def failure(self, error: BaseException) -> EngineError:
         """Why an exchange with the others failed, as far as can be found out."""
+        log.info("an exchange failed: %s: %s", type(error).__name__, error)
         until = time.monotonic() + LAST_WORDS
         while self.lost is None and time.monotonic() < until:
             for rank, (_, pipe) in enumerate(self._workers, 1):
@@ -70,8 +74,8 @@ class Team:
             self.lost = f"rank 0 of {self.size} failed, or another does not answer: {type(error).__name__}: {error}"
         return self._gone()
 
-    def close(self) -> None:
-        """End the workers, those that do not by force."""
+    def close(self, farewell: float = FAREWELL) -> None:
+        """End the workers; by force those that do not end by themselves within so many seconds."""
         self._closing = True
         for _, pipe in self._workers:
             try:
@@ -79,14 +83,14 @@ class Team:
             except OSError:
                 pass
             pipe.close()
-        until = time.monotonic() + (FAREWELL if self.lost is None else 0.1)
+        until = time.monotonic() + (farewell if self.lost is None else 0.1)
         for process, _ in self._workers:
             try:
                 process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._folder.cleanup()
 
     def _send(self, pipe: Connection, message: Any) -> None:
         if self.lost is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -35,7 +36,7 @@ class ProcessGroup:
         if on_gpu:
             torch.cuda.set_device(device)
         store = dist.FileStore(str(folder / "store"), size)
-        with _loopback():
+        with _loopback(), _undisturbed():
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
                 store=store,
@@ -99,6 +100,16 @@ def _tensor(part: Any) -> torch.Tensor:
 
 def _beside(parts: Sequence[torch.Tensor], widths: Sequence[int]) -> torch.Tensor:
     return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Threads that begin in here get no signals: one that came in the middle of gloo's reading would end the group."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
