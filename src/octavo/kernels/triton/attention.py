@@ -3,12 +3,12 @@
 The query heads that share a KV head are packed: a tile's 64 rows are (token, head) pairs of one sequence, in order, so
 that K and V are read once for all of them.  Every tile has 64 rows, for one token as for thousands, and keys come in
 tiles of 64 (or, where they are large, fewer) at absolute positions: one matrix instruction, one order of additions.  A
-context is cut at multiples of ``SPLIT`` positions.  Each piece starts afresh, and pieces are joined in order, be it by one
-program that runs all of them or by a second kernel after many programs, which is how few long rows keep a GPU busy.
+context is cut at multiples of ``SPLIT`` positions.  Each piece starts afresh, and pieces are joined in order, be it by
+one program that runs all of them or by a second kernel after many programs, which is how few long rows keep a GPU busy.
 
-A slot that a row may not see takes no part: scores are selected, not multiplied, values that no row of the tile may see
-are not read, and those that are read are always finite (rope_write.py).  What is added for a row because of its neighbours in
-the tile is exactly nothing: maxima stay, factors are 1, sums grow by 0.
+A slot that a row may not see takes no part: scores are selected, not multiplied, values that no row of the tile may
+see are not read, and those that are read are always finite (rope_write.py).  What is added for a row because of its
+neighbours in the tile is exactly nothing: maxima stay, factors are 1, sums grow by 0.
 
 Online softmax after Milakov and Gimelshein (2018), tiles after Dao et al. (2022).
 """
