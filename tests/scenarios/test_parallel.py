@@ -172,6 +172,19 @@ def test_a_rank_that_stands_still_is_given_up(tiny_models: TinyModels, monkeypat
     assert gone(worker)
 
 
+def test_a_step_that_was_broken_off_from_outside_is_an_error(tiny_models: TinyModels) -> None:
+    """As with NCCL, whose exchanges do not raise: a slow step is given up, and what it computed does not count."""
+    with LLM(str(tiny_models.folder("llama")), backend="reference", tensor_parallel=2, **SOME) as llm:
+        executor: Any = llm.parts.engine.executor
+        aborted: list[bool] = []
+        executor.team.on_loss = lambda: aborted.append(True)
+        executor.patience, run = 0.2, executor.program.run
+        executor.program.run = lambda *a: (time.sleep(0.5), run(*a))[1]
+        with pytest.raises(EngineError, match="another rank than 0 of 2 does not answer"):
+            llm.generate([prompt(5)], SamplingParams(max_tokens=2))
+        assert aborted == [True]
+
+
 @pytest.mark.timeout(60)
 def test_workers_end_with_rank_0(tiny_models: TinyModels) -> None:
     """Killed, it can tell them nothing: its pipes close."""

@@ -28,6 +28,7 @@ from octavo.loading import open_model
 from octavo.loading.checkpoint import Checkpoint
 
 TIMEOUT = 120.0  # seconds that a rank waits for the others in an exchange
+GRACE = 5.0  # more of them, after which a step is broken off from outside
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def load_parallel(
             memory = planned(config, memory.layout, memory.context, fewest, f"{memory.why}, of the fullest", "")
         host = plan_swap(config, layout_of(checkpoint, config), memory.blocks)
         team.tell(("store", (memory.blocks, host)))
-        executor = ParallelExecutor(team, backend, program, own, memory.blocks, banned, host)
+        executor = ParallelExecutor(team, TIMEOUT + GRACE, backend, program, own, memory.blocks, banned, host)
         team.hear()
         return executor, memory, host
     except BaseException as error:

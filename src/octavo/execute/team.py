@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import signal
 import socket
 import subprocess
@@ -10,7 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from octavo.errors import EngineError
 log = logging.getLogger("octavo.execute")
 
 LAST_WORDS = 2.0  # seconds to find out why an exchange failed: a process that dies is seen dead a moment later
+TICK = 0.1  # seconds between looks at the time
 FAREWELL = 5.0  # seconds that a process gets to end by itself
 
 
@@ -38,6 +41,7 @@ class Team:
         self.lost: str | None = None
         self.on_loss: Callable[[], None] = lambda: None
         self._closing = False
+        self._until: float | None = None
         self._ear = threading.Lock()
         self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         for rank in range(1, size):
@@ -50,17 +54,33 @@ class Team:
             there.close()
             self._workers.append((process, Connection(here.detach())))
             threading.Thread(target=self._watch, args=(rank, process), name=f"octavo-rank-{rank}", daemon=True).start()
+        threading.Thread(target=self._keep_time, name="octavo-ranks", daemon=True).start()
         for rank, (_, pipe) in enumerate(self._workers, 1):
-            self._send(pipe, order(rank, self.folder))
+            self._send(pipe, pickle.dumps(order(rank, self.folder)))
 
     def tell(self, message: Any) -> None:
         """The same to all workers."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for _, pipe in self._workers:
-            self._send(pipe, message)
+            self._send(pipe, data)
 
     def hear(self) -> list[Any]:
         """A message from each worker, in the order of ranks."""
         return [self._receive(rank, pipe) for rank, (_, pipe) in enumerate(self._workers, 1)]
+
+    def check(self) -> None:
+        """Raises EngineError if a worker is gone."""
+        if self.lost is not None:
+            raise self._gone()
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """What is done in here takes no longer, or else another rank is given up: NCCL would wait for it for ever."""
+        self._until = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._until = None
 
     def failure(self, error: BaseException) -> EngineError:
         """Why an exchange with the others failed, as far as can be found out."""
@@ -92,11 +112,10 @@ class Team:
                 process.wait()
         self._folder.cleanup()
 
-    def _send(self, pipe: Connection, message: Any) -> None:
-        if self.lost is not None:
-            raise self._gone()
+    def _send(self, pipe: Connection, data: bytes) -> None:
+        self.check()
         try:
-            pipe.send(message)
+            pipe.send_bytes(data)
         except OSError as error:
             raise self.failure(error) from None
 
@@ -123,6 +142,15 @@ class Team:
                         self.lost = f"rank {rank} of {self.size} failed: {what}"
             except (EOFError, OSError):
                 pass  # its process tells more
+
+    def _keep_time(self) -> None:
+        while not self._closing:
+            time.sleep(TICK)
+            until = self._until
+            if until is not None and time.monotonic() > until and self.lost is None:
+                self.lost = f"another rank than 0 of {self.size} does not answer"
+                log.error("%s", self.lost)
+                self.on_loss()
 
     def _gone(self) -> EngineError:
         return EngineError(f"{self.lost}; the others end, and the engine has to be started anew")
