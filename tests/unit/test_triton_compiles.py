@@ -142,9 +142,13 @@ def others() -> list[Case]:
 
 
 DENSE = [
-    dense(t, m, parts) for t in ("bf16", "fp16", "fp32") for m, parts in ((1, 3), (20, 1), (64, 2), (201, 1), (999, 3))
+    *(dense("bf16", m, parts) for m, parts in ((1, 3), (20, 1), (64, 2), (201, 1), (999, 3))),
+    *(dense(type, m) for type in ("fp16", "fp32") for m in (1, 999)),
 ]
-GROUPED = [grouped(t, m) for t in FORMS for m in (1, 999)] + [grouped("Q4_K", m) for m in (20, 64)]
+GROUPED = [
+    *(grouped(type, 1) for type in ("Q8_0", "Q4_0", "Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q6_K")),  # all forms there are
+    *(grouped(type, m) for type in ("Q8_0", "Q4_K") for m in (20, 64, 999)),
+]
 ATTENTION = [
     *(attend(kv, dim, 4) for kv in ("bf16", "fp16", "fp8") for dim in (64, 128)),
     attend("bf16", 256, 4, window=512, softcap=True),

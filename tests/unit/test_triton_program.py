@@ -227,7 +227,7 @@ def test_values_beyond_float16_spoil_their_own_sequence_from_there_on() -> None:
     assert np.isnan(spoilt[:, 2:]).all() and np.isfinite(spoilt[:, :2]).all()
 
 
-@pytest.mark.parametrize("name", ["windows, blocks of 4", "gqa"])
+@pytest.mark.parametrize("name", ["windows, blocks of 4"])
 def test_steps_on_a_ladder_have_the_bits_of_those_beside_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded to the next rung, with pieces to be joined; as recorded graphs on a GPU, and as they are elsewhere."""
     monkeypatch.setattr(attention, "SPLIT", 64)
