@@ -46,6 +46,7 @@ class RandomEngine:
         program, memory = load(checkpoint, config, backend, layout)
         self.memory = memory
         executor = LocalExecutor(backend, program, layout, memory.blocks)
+        program.prepare(executor.blocks, config.max_running)
         kv = KV(memory.blocks, layout.block_size, layout.windows, False)
         self.engine = Engine(executor, kv, budget=TokenBudget(config.max_batched_tokens), max_running=512)
         self.intake = Intake(

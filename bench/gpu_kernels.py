@@ -150,7 +150,7 @@ class _Attention:
         tokens = len(positions)
         batch = Batch(np.zeros(tokens, np.int32), positions, starts, [table], np.zeros(1, np.int32))
         self.inputs = Inputs(device)
-        self.part = self.inputs.send(prepare(batch, layout, spec.heads)).groups[0]
+        self.step = self.inputs.send(prepare(batch, layout, spec.heads))
         self.cache = Cache.of(self.blocks, layout)
         self.scratch = attention.Scratch.make(attention.SCRATCH, layout.kv_heads, layout.head_dim, device)
         self.queries = torch.randn(tokens, spec.heads * spec.head_dim, device=device).to(torch.float16)
@@ -158,9 +158,9 @@ class _Attention:
         self.scale = spec.head_dim**-0.5
 
     def attend(self) -> None:
-        part = self.part
+        ids, part = self.step.ids, self.step.groups[0]
         for layer in range(LAYERS):
             attention.attend(
-                self.queries, self.cache, layer, part.ids, part.items, part.joins, self.scratch, self.scale, None, 0.0,
+                self.queries, self.cache, layer, ids, part.items, part.joins, self.scratch, self.scale, None, 0.0,
                 self.out,
             )  # fmt: skip

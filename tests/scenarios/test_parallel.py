@@ -139,6 +139,29 @@ def test_a_killed_rank_ends_the_engine_with_an_error_that_names_it(
 
 
 @pytest.mark.timeout(60)
+def test_an_interrupt_ends_a_generation_and_no_rank(tiny_models: TinyModels) -> None:
+    """Between two steps, as with one process; a signal in the middle of an exchange disturbs it not."""
+    with LLM(str(tiny_models.folder("llama")), backend="reference", tensor_parallel=2, **SOME) as llm:
+        for i in range(4):
+            for delay in (0.3, 0.31, 0.32):
+                threading.Timer(delay + 0.07 * i, os.kill, (os.getpid(), signal.SIGWINCH)).start()
+            threading.Timer(0.4 + 0.07 * i, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([prompt(20, 9 * i)], LONG)
+        short = SamplingParams(temperature=0.0, max_tokens=2)
+        assert llm.generate([prompt(5)], short)[0].error is None
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_dies_before_all_have_met(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "Team", lambda size, module, order: Team(size, "octavo.no_such_module", order))
+    began = time.monotonic()
+    with pytest.raises(EngineError, match=r"rank 1 of 2 died \(exit code 1\)"):
+        LLM(str(tiny_models.folder("llama")), backend="reference", tensor_parallel=2, **SOME)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.timeout(60)
 def test_a_rank_that_stands_still_is_given_up(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranks, "TIMEOUT", 2.0)
     with LLM(str(tiny_models.folder("llama")), backend="reference", tensor_parallel=2, **SOME) as llm:
@@ -147,6 +170,19 @@ def test_a_rank_that_stands_still_is_given_up(tiny_models: TinyModels, monkeypat
         with pytest.raises(EngineError, match="another does not answer"):
             llm.generate([prompt(20)], LONG)
     assert gone(worker)
+
+
+def test_a_step_that_was_broken_off_from_outside_is_an_error(tiny_models: TinyModels) -> None:
+    """As with NCCL, whose exchanges do not raise: a slow step is given up, and what it computed does not count."""
+    with LLM(str(tiny_models.folder("llama")), backend="reference", tensor_parallel=2, **SOME) as llm:
+        executor: Any = llm.parts.engine.executor
+        aborted: list[bool] = []
+        executor.team.on_loss = lambda: aborted.append(True)
+        executor.patience, run = 0.2, executor.program.run
+        executor.program.run = lambda *a: (time.sleep(0.5), run(*a))[1]
+        with pytest.raises(EngineError, match="another rank than 0 of 2 does not answer"):
+            llm.generate([prompt(5)], SamplingParams(max_tokens=2))
+        assert aborted == [True]
 
 
 @pytest.mark.timeout(60)

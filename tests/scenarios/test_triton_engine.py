@@ -74,7 +74,7 @@ def test_answers_what_the_cpp_kernels_answer(
 
 MODELS = (("llama", "F16", "float16"), ("gemma3", "F32", "float32"), ("qwen3", "Q4_0", "fp8"))
 HAPPENED: dict[str, int] = {}
-SEEDS = range(4)
+SEEDS = range(3)
 
 
 @cache

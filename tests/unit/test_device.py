@@ -177,6 +177,9 @@ def test_settings_of_a_gpu_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         make_backend(EngineConfig(device="cuda", backend="reference"))
     with pytest.raises(ConfigError, match="gemm cublas is for a GPU"):
         make_backend(EngineConfig(device="cpu", gemm="cublas"))
+    for backend in ("auto", "reference"):
+        with pytest.raises(ConfigError, match="fp8 is for a GPU; on the CPU int8"):
+            make_backend(EngineConfig(device="cpu", kv_dtype="fp8", backend=backend))
     assert isinstance(make_backend(EngineConfig(backend="reference")), ReferenceBackend)
 
 

@@ -142,15 +142,19 @@ def others() -> list[Case]:
 
 
 DENSE = [
-    dense(t, m, parts) for t in ("bf16", "fp16", "fp32") for m, parts in ((1, 3), (20, 1), (64, 2), (201, 1), (999, 3))
+    *(dense("bf16", m, parts) for m, parts in ((1, 3), (20, 1), (64, 2), (201, 1), (999, 3))),
+    *(dense(type, m) for type in ("fp16", "fp32") for m in (1, 999)),
 ]
-GROUPED = [grouped(t, m) for t in FORMS for m in (1, 999)] + [grouped("Q4_K", m) for m in (20, 64)]
+GROUPED = [
+    *(grouped(type, 1) for type in ("Q8_0", "Q4_0", "Q4_1", "Q5_1", "Q4_K", "Q5_K", "Q6_K")),  # all forms there are
+    *(grouped(type, m) for type in ("Q8_0", "Q4_K") for m in (20, 64, 999)),
+]
 ATTENTION = [
     *(attend(kv, dim, 4) for kv in ("bf16", "fp16", "fp8") for dim in (64, 128)),
     attend("bf16", 256, 4, window=512, softcap=True),
     attend("fp16", 80, 1, window=4096),
     attend("fp16", 96, 7, size=7),
-    attend("fp32", 128, 4),
+    *(attend("fp32", dim, 4) for dim in (64, 128, 256)),
     attend("fp8", 256, 4),
 ]  # fmt: skip
 
@@ -163,12 +167,12 @@ def built(architecture: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_kernel_compiles_and_fits(architecture: int) -> None:
     """Within the 99 KiB of shared memory that the smallest of these GPUs have for a program, and with few bytes of
-    stack: what is spilled there is spilled outside the loops.  (Attention over float32 is for comparing, not for use.)
+    stack: what is spilled there is spilled outside the loops.  (Large heads of float32 are for comparing, not for use.)
     """
     cases = [*DENSE, *GROUPED, *ATTENTION, *others()]
     for (_, name, given, _), found in zip(cases, built(architecture), strict=True):
         assert found["shared"] <= 99 << 10, (name, given, found)
-        assert found["stack"] <= 512 or given.get("cache") == "*fp32", (name, given, found)
+        assert found["stack"] <= 512 or (given.get("cache"), given.get("DIM")) == ("*fp32", 256), (name, given, found)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

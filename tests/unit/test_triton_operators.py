@@ -13,7 +13,7 @@ import tiny  # noqa: E402
 from octavo.core.plan import DEVICE, HOST  # noqa: E402
 from octavo.errors import ModelError  # noqa: E402
 from octavo.kernels.dequant import dequantize  # noqa: E402
-from octavo.kernels.triton import embed, gate, gemm, move  # noqa: E402
+from octavo.kernels.triton import embed, gate, gemm, move, swap  # noqa: E402
 from octavo.kernels.triton.backend import TritonBackend  # noqa: E402
 from octavo.kernels.triton.rounding import from_fp8, to_fp8  # noqa: E402
 from octavo.loading.tensor import TYPES  # noqa: E402
@@ -82,6 +82,19 @@ def test_a_rows_product_has_the_same_bits_in_every_batch(type: str) -> None:
         assert torch.equal(out, whole[first:last])
 
 
+@pytest.mark.parametrize("type", ["F16", "BF16", "F32", "Q8_0"])
+def test_the_librarys_products_are_near_the_fixed_ones(type: str) -> None:
+    rng = np.random.default_rng(4)
+    parts = [weight(type, n, 96, n)[0] for n in (20, 33)]
+    x, bias = device(rng.standard_normal((9, 96), np.float32)), device(rng.standard_normal(53, np.float32))
+    residual = device(rng.standard_normal((9, 53), np.float32))
+    fixed, library = torch.empty(9, 53, device=DEVICE_), torch.empty(9, 53, device=DEVICE_)
+    gemm.linear(x, parts, bias, residual, fixed)
+    gemm.linear(x, parts, bias, residual, library, library=True)
+    bits = {"F16": 11, "BF16": 8}.get(type, 20)
+    assert torch.max(torch.abs(fixed - library)) < 2.0**-bits * 64
+
+
 @pytest.mark.parametrize("type", TYPES)
 def test_embeddings_of_every_type(type: str) -> None:
     cols = 512 if type.endswith("_K") else 96
@@ -143,6 +156,25 @@ def test_moves_happen_in_order(nbytes: int, tiers: tuple[int, int]) -> None:
     found = np.stack([BACKEND.block(target, i) for i in range(9)])
     assert np.array_equal(found, right)
     BACKEND.move(source, target, pairs[:0])
+
+
+def test_many_blocks_go_out_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for two blocks aside, and a target that is written more than once."""
+    monkeypatch.setattr(swap, "ASIDE", 40)
+    rng = np.random.default_rng(0)
+    contents = rng.integers(0, 256, (12, 16), dtype=np.uint8)
+    blocks, host = BACKEND.store(12, 16, DEVICE), BACKEND.store(20, 16, HOST)
+    blocks.copy_(torch.from_numpy(contents))
+    pairs = np.stack([rng.permutation(12), rng.integers(0, 20, 12)], axis=1).astype(np.int32)
+    one = swap.Swap(DEVICE_)
+    one.out(blocks, host, pairs)
+    blocks.zero_()  # taken anew at once
+    one.finish()
+    for slot in set(pairs[:, 1].tolist()):
+        last = [a for a, b in pairs.tolist() if b == slot][-1]
+        assert np.array_equal(BACKEND.block(host, slot), contents[last])
+    one.into(host, blocks, np.array([[int(pairs[-1, 1]), 5]], np.int32))
+    assert np.array_equal(BACKEND.block(blocks, 5), contents[pairs[-1, 0]])
 
 
 def test_moves_that_do_not_touch_go_in_one_launch() -> None:

@@ -21,6 +21,7 @@ from interpreted import ArrayBackend  # noqa: E402
 from octavo.errors import ConfigError  # noqa: E402
 from octavo.kernels.reference import ReferenceBackend  # noqa: E402
 from octavo.kernels.triton import attention  # noqa: E402
+from octavo.kernels.triton.ladder import rungs  # noqa: E402
 
 SHAPES = {
     "gqa": Shape(),
@@ -224,6 +225,55 @@ def test_values_beyond_float16_spoil_their_own_sequence_from_there_on() -> None:
     assert np.isfinite(first[:12]).all() and np.isfinite(second).all()
     spoilt = first[12:].reshape(18, shape.heads, shape.head_dim)
     assert np.isnan(spoilt[:, 2:]).all() and np.isfinite(spoilt[:, :2]).all()
+
+
+@pytest.mark.parametrize("name", ["windows, blocks of 4"])
+def test_steps_on_a_ladder_have_the_bits_of_those_beside_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padded to the next rung, with pieces to be joined; as recorded graphs on a GPU, and as they are elsewhere."""
+    monkeypatch.setattr(attention, "SPLIT", 64)
+    lengths = [1, 40, 95, 17]
+    plan, shape, backend = ragged_plan(lengths, seed=5), SHAPES[name], ArrayBackend()
+    right = logits(backend, shape, lengths, plan)
+    program = backend.program(decoder(backend, shape), shape.layout(), shape.heads)
+    world = World(shape.layout(), sequences(lengths))
+    blocks, told = torch.from_numpy(world.blocks).to(backend.device), []
+    program.program.climb(blocks, 40, lambda done, of: told.append((done, of)))
+    assert told[-1][0] == told[-1][1] == len(rungs(40))
+    before = world.blocks.copy()
+    assert np.array_equal(before, blocks.cpu().numpy()), "recording wrote to blocks"
+    ran = []
+    fits = program.program.ladder.run
+    monkeypatch.setattr(program.program.ladder, "run", lambda *a: ran.append(fits(*a)) or ran[-1])
+    same(world.run(Kept(program.program, blocks), plan), right)
+    assert sum(x is not None for x in ran) >= 3 and len(ran) == len(plan)
+
+
+class Kept:
+    """A program over blocks that stay where they are."""
+
+    def __init__(self, program: Any, blocks: torch.Tensor) -> None:
+        self.program, self.blocks = program, blocks
+
+    def run(self, batch: Any, blocks: np.ndarray) -> np.ndarray:
+        return self.program.run(batch, self.blocks).cpu().numpy().copy()
+
+
+def test_a_ladder_is_given_up_when_its_buffers_are() -> None:
+    shape, backend = Shape(windows=(None,)), ArrayBackend()
+    program = backend.program(decoder(backend, shape), shape.layout(), shape.heads).program
+    world = World(shape.layout(), sequences([60]))
+    blocks = torch.from_numpy(world.blocks).to(backend.device)
+    program.climb(blocks, 8)
+    program.run(world.batch([(0, 2)]), blocks)
+    assert program.ladder is not None
+    program.run(world.batch([(0, 50)]), blocks)
+    assert program.ladder is None
+
+
+def test_rungs_waste_an_eighth_at_most() -> None:
+    steps = rungs(300)
+    assert steps[:5] == [1, 2, 4, 8, 16] and steps[-1] == 300 and rungs(1) == [1] and rungs(6) == [1, 2, 4, 6]
+    assert all(b - a <= max(8, b / 8) for a, b in zip(steps, steps[1:], strict=False))
 
 
 def test_caches_of_the_cpu_alone_are_refused() -> None:

@@ -103,6 +103,8 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
         host = plan_swap(config, layout, memory.blocks)
         store, files = (open_disk(checkpoint, layout, config, backend) or (None, 0)) if config.kv_disk else (None, 0)
         executor = LocalExecutor(backend, program, layout, memory.blocks, banned, host, store)
+        recorded = (lambda done, total: progress("recording", done, total)) if progress else None
+        program.prepare(executor.blocks, config.max_running, recorded)
     kv = KV(memory.blocks, config.block_size, layout.windows, config.prefix_cache, host_slots=host, disk_slots=files)
     if store is not None and kv.disk is not None:
         store.adopt(kv.disk.adopt(store.files()))

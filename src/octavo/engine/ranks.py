@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from octavo.loading import open_model
 from octavo.loading.checkpoint import Checkpoint
 
 TIMEOUT = 120.0  # seconds that a rank waits for the others in an exchange
+GRACE = 5.0  # more of them, after which a step is broken off from outside
 
 
 @dataclass(frozen=True)
@@ -68,15 +70,15 @@ def load_parallel(
             memory = planned(config, memory.layout, memory.context, fewest, f"{memory.why}, of the fullest", "")
         host = plan_swap(config, layout_of(checkpoint, config), memory.blocks)
         team.tell(("store", (memory.blocks, host)))
-        executor = ParallelExecutor(team, backend, program, own, memory.blocks, banned, host)
+        executor = ParallelExecutor(team, TIMEOUT + GRACE, backend, program, own, memory.blocks, banned, host)
         team.hear()
         return executor, memory, host
-    except OctavoError:
-        team.close()
-        raise
-    except Exception as error:
-        failure = team.failure(error)
-        team.close()
+    except BaseException as error:
+        expected = isinstance(error, OctavoError) or not isinstance(error, Exception)
+        failure = None if expected else team.failure(error)
+        team.close(0.0)
+        if failure is None:
+            raise
         raise failure from error
 
 
@@ -90,6 +92,8 @@ def _joined(inner: Any, order: Order, team: Team | None = None) -> ParallelBacke
     from octavo.kernels.triton.ranks import ProcessGroup
 
     device, size = getattr(inner, "device", None), order.config.tensor_parallel
+    if team is not None:
+        team.hear()  # that all are there: who waits to meet another does not see it die
     ranks = ProcessGroup(order.rank, size, order.folder, device, order.timeout)
     if team is not None:
         team.on_loss = ranks.abort
@@ -102,7 +106,9 @@ def _joined(inner: Any, order: Order, team: Team | None = None) -> ParallelBacke
 def work(order: Order, pipe: Connection) -> None:
     """A worker's life."""
     checkpoint = open_model(order.model, order.config.max_context)
-    backend = _joined(make_backend(order.config, order.rank), order)
+    inner = make_backend(order.config, order.rank)
+    pipe.send(("here", None))
+    backend = _joined(inner, order)
     try:
         own = backend.layout(layout_of(checkpoint, order.config), checkpoint.spec.heads)
         program, memory = load(checkpoint, order.config, backend, own)
@@ -119,10 +125,11 @@ def main(descriptor: int) -> int:
     """Runs the worker that the first message on the pipe orders; signals are for rank 0, whose end is a worker's."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_follow_parent, args=(os.getppid(),), daemon=True).start()
-    pipe = Connection(descriptor)
+    parent, pipe = os.getppid(), Connection(descriptor)
     try:
-        work(pipe.recv(), pipe)
+        order = pipe.recv()
+        threading.Thread(target=_follow_parent, args=(parent, order.folder), daemon=True).start()
+        work(order, pipe)
     except (EOFError, BrokenPipeError):
         return 0
     except BaseException as error:
@@ -134,10 +141,11 @@ def main(descriptor: int) -> int:
     return 0
 
 
-def _follow_parent(parent: int) -> None:
+def _follow_parent(parent: int, folder: Path) -> None:
     """End with the parent, also in the middle of an exchange that would wait for it."""
     while os.getppid() == parent:
         time.sleep(0.5)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

@@ -28,24 +28,27 @@ def bare(plan: Plan) -> Plan:
 class ParallelExecutor(LocalExecutor):
     """Rank 0: runs a plan with the other ranks.
 
-    Owns: rank 0's part of the blocks, and the team of the others.
+    Owns: rank 0's part of the blocks, and the team of the others, which get ``patience`` seconds for a step.
 
     Promises: every rank runs each plan once, in the same order.  Sampling that fails is one row's error; a failure
     while the model runs is an EngineError that says which rank it was, and ends the engine: ranks may disagree now.
     """
 
-    def __init__(self, team: Team, backend: ParallelBackend, *arguments: Any) -> None:
+    def __init__(self, team: Team, patience: float, backend: ParallelBackend, *arguments: Any) -> None:
         super().__init__(backend, *arguments)
-        self.team, self.ranks = team, backend.ranks
+        self.team, self.ranks, self.patience = team, backend.ranks, patience
 
     def run(self, plan: Plan) -> StepResult:
         self.team.tell(("run", bare(plan)))
-        try:
-            self._move(plan.moves)
-            logits = self._logits(plan.rows) if plan.rows else None
-        except Exception as error:
-            raise self.team.failure(error) from error
-        return StepResult(plan.step, () if logits is None else self._drawn(plan.rows, logits))
+        with self.team.within(self.patience):
+            try:
+                self._move(plan.moves)
+                logits = self._logits(plan.rows) if plan.rows else None
+            except Exception as error:
+                raise self.team.failure(error) from error
+            rows = () if logits is None else self._drawn(plan.rows, logits)
+        self.team.check()  # an exchange that was broken off from outside leaves anything behind, and no error
+        return StepResult(plan.step, rows)
 
     def close(self) -> None:
         self.team.close()

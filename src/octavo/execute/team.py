@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-import shutil
+import pickle
 import signal
 import socket
 import subprocess
@@ -11,7 +11,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from octavo.errors import EngineError
 log = logging.getLogger("octavo.execute")
 
 LAST_WORDS = 2.0  # seconds to find out why an exchange failed: a process that dies is seen dead a moment later
+TICK = 0.1  # seconds between looks at the time
 FAREWELL = 5.0  # seconds that a process gets to end by itself
 
 
@@ -34,33 +36,55 @@ class Team:
     def __init__(self, size: int, module: str, order: Callable[[int, Path], Any]) -> None:
         """``order``: what the worker of a rank is sent first; ``module`` is run with the pipe's descriptor."""
         self.size = size
-        self.folder = Path(tempfile.mkdtemp(prefix="octavo-ranks-"))
+        self._folder = tempfile.TemporaryDirectory(prefix="octavo-ranks-")
+        self.folder = Path(self._folder.name)
         self.lost: str | None = None
         self.on_loss: Callable[[], None] = lambda: None
         self._closing = False
+        self._until: float | None = None
         self._ear = threading.Lock()
         self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         for rank in range(1, size):
             here, there = socket.socketpair()
             command = [sys.executable, "-m", module, str(there.fileno())]
-            process = subprocess.Popen(command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL)
+            # In a session of its own, so that a terminal's Ctrl-C is for this process alone.
+            process = subprocess.Popen(
+                command, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
             there.close()
             self._workers.append((process, Connection(here.detach())))
             threading.Thread(target=self._watch, args=(rank, process), name=f"octavo-rank-{rank}", daemon=True).start()
+        threading.Thread(target=self._keep_time, name="octavo-ranks", daemon=True).start()
         for rank, (_, pipe) in enumerate(self._workers, 1):
-            self._send(pipe, order(rank, self.folder))
+            self._send(pipe, pickle.dumps(order(rank, self.folder)))
 
     def tell(self, message: Any) -> None:
         """The same to all workers."""
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         for _, pipe in self._workers:
-            self._send(pipe, message)
+            self._send(pipe, data)
 
     def hear(self) -> list[Any]:
         """A message from each worker, in the order of ranks."""
         return [self._receive(rank, pipe) for rank, (_, pipe) in enumerate(self._workers, 1)]
 
+    def check(self) -> None:
+        """Raises EngineError if a worker is gone."""
+        if self.lost is not None:
+            raise self._gone()
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """What is done in here takes no longer, or else another rank is given up: NCCL would wait for it for ever."""
+        self._until = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._until = None
+
     def failure(self, error: BaseException) -> EngineError:
         """Why an exchange with the others failed, as far as can be found out."""
+        log.info("an exchange failed: %s: %s", type(error).__name__, error)
         until = time.monotonic() + LAST_WORDS
         while self.lost is None and time.monotonic() < until:
             for rank, (_, pipe) in enumerate(self._workers, 1):
@@ -70,8 +94,8 @@ class Team:
             self.lost = f"rank 0 of {self.size} failed, or another does not answer: {type(error).__name__}: {error}"
         return self._gone()
 
-    def close(self) -> None:
-        """End the workers, those that do not by force."""
+    def close(self, farewell: float = FAREWELL) -> None:
+        """End the workers; by force those that do not end by themselves within so many seconds."""
         self._closing = True
         for _, pipe in self._workers:
             try:
@@ -79,20 +103,19 @@ class Team:
             except OSError:
                 pass
             pipe.close()
-        until = time.monotonic() + (FAREWELL if self.lost is None else 0.1)
+        until = time.monotonic() + (farewell if self.lost is None else 0.1)
         for process, _ in self._workers:
             try:
                 process.wait(max(0.0, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._folder.cleanup()
 
-    def _send(self, pipe: Connection, message: Any) -> None:
-        if self.lost is not None:
-            raise self._gone()
+    def _send(self, pipe: Connection, data: bytes) -> None:
+        self.check()
         try:
-            pipe.send(message)
+            pipe.send_bytes(data)
         except OSError as error:
             raise self.failure(error) from None
 
@@ -119,6 +142,15 @@ class Team:
                         self.lost = f"rank {rank} of {self.size} failed: {what}"
             except (EOFError, OSError):
                 pass  # its process tells more
+
+    def _keep_time(self) -> None:
+        while not self._closing:
+            time.sleep(TICK)
+            until = self._until
+            if until is not None and time.monotonic() > until and self.lost is None:
+                self.lost = f"another rank than 0 of {self.size} does not answer"
+                log.error("%s", self.lost)
+                self.on_loss()
 
     def _gone(self) -> EngineError:
         return EngineError(f"{self.lost}; the others end, and the engine has to be started anew")

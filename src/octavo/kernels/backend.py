@@ -104,6 +104,9 @@ class Program(Protocol):
         The result may be a view of a buffer that the next run overwrites.
         """
 
+    def prepare(self, blocks: Blocks, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
+        """Whatever makes steps of up to so many tokens over these blocks faster; ``progress`` hears (done, of)."""
+
 
 @dataclass
 class SampleBatch:

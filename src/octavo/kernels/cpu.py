@@ -131,6 +131,9 @@ class CpuProgram:
         """Memory that activations take at the largest step so far."""
         return int(self.native.workspace_bytes)
 
+    def prepare(self, blocks: Array, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
+        pass
+
     def run(self, batch: Batch, blocks: Array) -> Array:
         tables = [(_as(ids, np.int32), _as(offsets, np.int32)) for ids, offsets in batch.tables]
         result: Array = self.native.run(

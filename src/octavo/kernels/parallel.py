@@ -182,6 +182,9 @@ class ParallelProgram:
         self.owner: Array = np.empty(0, np.int32)
         self._inner = backend.inner.program(lambda ops: build(ParallelOps(self, ops)), layout, heads)
 
+    def prepare(self, blocks: Blocks, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
+        self._inner.prepare(blocks, tokens, progress)
+
     def run(self, batch: Batch, blocks: Blocks) -> Logits:
         first, last = self.vocab[self.ranks.rank], self.vocab[self.ranks.rank + 1]
         self.owner = np.searchsorted(self.vocab[1:], batch.tokens, side="right").astype(np.int64)

@@ -82,6 +82,9 @@ class ReferenceProgram:
     heads: int
     dtype: np.dtype
 
+    def prepare(self, blocks: Array, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
+        pass
+
     def run(self, batch: Batch, blocks: Array) -> Array:
         ops = ReferenceOps(self.layout, self.heads, self.dtype, batch, blocks)
         # Overflow and NaN are answers here, not accidents: the sampler turns such rows into errors.

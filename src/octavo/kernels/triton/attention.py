@@ -1,14 +1,14 @@
 """Attention over block tables, for any mix of rows: chunks of prompts, single tokens, both in one launch.
 
 The query heads that share a KV head are packed: a tile's 64 rows are (token, head) pairs of one sequence, in order, so
-that K and V are read once for all of them.  Every tile has 64 rows, for one token as for thousands, and keys come 64
-(or 32) at a time from positions that are multiples of that: one matrix instruction, one order of additions.  A context
-is cut at multiples of ``SPLIT`` positions.  Each piece starts afresh, and pieces are joined in order, be it by one
-program that runs all of them or by a second kernel after many programs, which is how few long rows keep a GPU busy.
+that K and V are read once for all of them.  Every tile has 64 rows, for one token as for thousands, and keys come in
+tiles of 64 (or, where they are large, fewer) at absolute positions: one matrix instruction, one order of additions.  A
+context is cut at multiples of ``SPLIT`` positions.  Each piece starts afresh, and pieces are joined in order, be it by
+one program that runs all of them or by a second kernel after many programs, which is how few long rows keep a GPU busy.
 
-A slot that a row may not see takes no part: scores are selected, not multiplied, slots that no row of the tile may see
-are not read, and stored values are always finite (rope_write.py).  What is added for a row because of its neighbours in
-the tile is exactly nothing: maxima stay, factors are 1, sums grow by 0.
+A slot that a row may not see takes no part: scores are selected, not multiplied, values that no row of the tile may
+see are not read, and those that are read are always finite (rope_write.py).  What is added for a row because of its
+neighbours in the tile is exactly nothing: maxima stay, factors are 1, sums grow by 0.
 
 Online softmax after Milakov and Gimelshein (2018), tiles after Dao et al. (2022).
 """
@@ -201,10 +201,10 @@ def shape(head_dim: int, itemsize: int) -> dict[str, int]:
     return dict(
         LIMIT=SPLIT,
         ROWS=ROWS,
-        TILE=64 if head_dim * max(2, itemsize) <= 256 else 32,
+        TILE=(32 if head_dim <= 64 else 16) if itemsize == 4 else 64 if head_dim <= 128 else 32,
         BLOCK=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=8 if head_dim > 128 else 4,
-        num_stages=2,
+        num_warps=8 if itemsize == 4 or head_dim > 128 else 4,
+        num_stages=1 if head_dim * itemsize > 512 else 2,
         enable_fp_fusion=False,  # joining must be the same arithmetic in both kernels
     )
 
@@ -249,10 +249,10 @@ def plan(batch: Batch, layout: KVLayout, heads: int, window: int | None) -> Work
     return Work(items.astype(np.int32), joins.astype(np.int32), row[of])
 
 
-def at_tables(work: Work, batch: Batch, group: int) -> Work:
-    """The same work over the tables of one group."""
+def at_tables(work: Work, offsets: Array) -> Work:
+    """The same work over the tables of one group, which begin at ``offsets``."""
     items = work.items.copy()
-    items[:, 4] = batch.tables[group][1][work.row]
+    items[:, 4] = offsets[work.row]
     return Work(items, work.joins, work.row)
 
 

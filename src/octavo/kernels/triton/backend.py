@@ -18,6 +18,7 @@ from octavo.kernels.backend import Ops, SampleBatch, Sampled
 from octavo.kernels.triton import interpreter, move, weights
 from octavo.kernels.triton import sample as sampling
 from octavo.kernels.triton.program import TritonProgram
+from octavo.kernels.triton.swap import Swap
 
 Array = np.ndarray
 
@@ -25,9 +26,9 @@ Array = np.ndarray
 class TritonBackend:
     """Triton kernels on one GPU; on the CPU where they are interpreted.
 
-    Owns: the device's stream that the kernels run in.
+    Owns: the streams that kernels and swaps run in.
 
-    Promises: an output row has the same bits whatever rows run with it.
+    Promises: an output row has the same bits whatever rows run with it, unless ``gemm`` is "cublas".
     """
 
     def __init__(self, device: str | None = None, gemm: str = "fixed") -> None:
@@ -36,6 +37,8 @@ class TritonBackend:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.gemm = gemm
         interpreter.repair()
+        self.swap = Swap(self.device)
+        self._hosts: set[int] = set()  # where stores of the host tier begin
         self.name = f"triton-{self._architecture()}"
 
     def _architecture(self) -> str:
@@ -62,22 +65,28 @@ class TritonBackend:
         return torch.from_numpy(np.array(data, dtype=np.float32)).to(self.device)
 
     def program(self, build: Callable[[Ops], None], layout: KVLayout, heads: int) -> TritonProgram:
-        return TritonProgram(build, layout, heads, self.device)
+        return TritonProgram(build, layout, heads, self.device, library=self.gemm == "cublas")
 
     def store(self, count: int, nbytes: int, tier: int) -> Tensor:
         """On the device, or in pinned host memory, which the device reads and writes too."""
         if tier == DEVICE:
             return torch.empty(count, nbytes, dtype=torch.uint8, device=self.device)
-        return torch.empty(count, nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        host = torch.empty(count, nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        self._hosts.add(host.data_ptr())
+        return host
 
     def block(self, blocks: Tensor, slot: int) -> Array:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        row: Array = blocks[slot].cpu().numpy()
+        self.swap.finish()
+        row: Array = blocks[slot].cpu().numpy()  # of a host store the very memory
         return row
 
     def move(self, source: Tensor, target: Tensor, pairs: Array) -> None:
-        move.move(source, target, pairs, self.device)
+        if source is target:
+            move.move(source, pairs, self.device)
+        elif source.data_ptr() in self._hosts:
+            self.swap.into(source, target, pairs)
+        else:
+            self.swap.out(source, target, pairs)
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
         return sampling.sample(logits, batch)

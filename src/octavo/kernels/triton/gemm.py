@@ -218,17 +218,22 @@ def linear(
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
     out: torch.Tensor,
+    library: bool = False,
 ) -> None:
     """out [m, sum n_i] = x [m, K] . concat(W_i)^T (+ bias) (+ residual), rounded to the type of ``out``.
 
-    Sums are float32.  Parts of one form go in one launch.
+    Sums are float32.  Parts of one form go in one launch.  ``library``: products with floats are cuBLAS's, whose order
+    of sums changes with m, and which rounds them to the weights' type.
     """
     column = 0
     for _, same in groupby(weights, key=lambda w: w.form):
         parts = list(same)
         while parts:
             first = parts[0]
-            if isinstance(first, Grouped):
+            if library and isinstance(first, Matrix):
+                _library(x, first, bias, residual, out, column)
+                taken = parts[:1]
+            elif isinstance(first, Grouped):
                 _grouped(x, first, bias, residual, out, column)
                 taken = parts[:1]
             else:
@@ -236,6 +241,25 @@ def linear(
                 _dense(x, [w for w in taken if isinstance(w, Matrix)], bias, residual, out, column)
             column += sum(w.rows for w in taken)
             parts = parts[len(taken) :]
+
+
+def _library(
+    x: torch.Tensor,
+    w: Matrix,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    out: torch.Tensor,
+    column: int,
+) -> None:
+    if w.data.dtype is torch.float16 and x.dtype is torch.float32:
+        x = torch.where(x.isinf(), x, x.clamp(-65504, 65504))
+    y = torch.mm(x.to(w.data.dtype), w.data.t()).float()
+    columns = slice(column, column + w.rows)
+    if bias is not None:
+        y += bias[columns]
+    if residual is not None:
+        y += residual[:, columns]
+    out[:, columns].copy_(y)
 
 
 def _dense(

@@ -18,38 +18,37 @@ ALIGNED = 4  # integers: sections begin at multiples of 16 bytes, as the kernels
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many there are of each thing; ``ids``, ``items`` and ``joins`` for each layer group."""
+    """How many there are of each thing; ``items`` and ``joins`` for each layer group, ``ids`` over all of them."""
 
     tokens: int
     logits: int
-    ids: tuple[int, ...]
     items: tuple[int, ...]
     joins: tuple[int, ...]
+    ids: int
 
     def hold(self, other: Sizes) -> bool:
         """Whether as many as ``other`` has fit."""
-        pairs = [(self.tokens, other.tokens), (self.logits, other.logits)]
-        for mine, its in ((self.ids, other.ids), (self.items, other.items), (self.joins, other.joins)):
-            pairs += list(zip(mine, its, strict=True))
-        return all(a >= b for a, b in pairs)
+        mine, its = ((s.tokens, s.logits, *s.items, *s.joins, s.ids) for s in (self, other))
+        return all(a >= b for a, b in zip(mine, its, strict=True))
 
-    def sections(self) -> list[int]:
-        """Lengths of the arrays as they are packed: tokens, positions, logits_at; and for each group the tokens'
-        blocks, items, joins and the tables' ids."""
-        out = [self.tokens, self.tokens, self.logits]
-        for ids, items, joins in zip(self.ids, self.items, self.joins, strict=True):
-            out += [self.tokens, items * attention.FIELDS, joins * attention.FIELDS, ids]
-        return out
+    def places(self) -> list[tuple[int, int]]:
+        """(first, length) of the arrays as they are packed: tokens, positions, logits_at; of each group the tokens'
+        blocks, items and joins; and last, so that of long tables only what is used is sent, the tables' ids."""
+        lengths = [self.tokens, self.tokens, self.logits]
+        for items, joins in zip(self.items, self.joins, strict=True):
+            lengths += [self.tokens, items * attention.FIELDS, joins * attention.FIELDS]
+        lengths.append(self.ids)
+        ends = np.cumsum([-(-n // ALIGNED) * ALIGNED for n in lengths]).tolist()
+        return list(zip([0, *ends[:-1]], lengths, strict=True))
 
 
 @dataclass(frozen=True)
 class Group:
     """A layer group's part of a step, on the device."""
 
-    blocks: torch.Tensor  # of each token: where its keys and values go
+    blocks: torch.Tensor  # of each token: where its keys and values go; -1: nowhere
     items: torch.Tensor
     joins: torch.Tensor
-    ids: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,12 @@ class Step:
     positions: torch.Tensor
     logits_at: torch.Tensor
     groups: tuple[Group, ...]
+    ids: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A batch's arrays, in the order of :meth:`Sizes.sections`, still on the host."""
+    """A batch's arrays, in the order of :meth:`Sizes.places`, still on the host."""
 
     sizes: Sizes
     arrays: list[Array]
@@ -76,23 +76,24 @@ def prepare(batch: Batch, layout: KVLayout, heads: int) -> Prepared:
     row = np.repeat(np.arange(len(batch.starts) - 1), np.diff(batch.starts))
     logical = batch.positions // layout.block_size
     work = {window: attention.plan(batch, layout, heads, window) for window in dict.fromkeys(layout.windows)}
-    ids, items, joins = [], [], []
+    tables, items, joins, before = [], [], [], 0
     for g, window in enumerate(layout.windows):
         table, offsets = batch.tables[g]
-        mine = attention.at_tables(work[window], batch, g)
-        arrays += [table[offsets[row] + logical], mine.items.reshape(-1), mine.joins.reshape(-1), table]
-        ids.append(len(table))
+        mine = attention.at_tables(work[window], offsets + before)
+        arrays += [table[offsets[row] + logical], mine.items.reshape(-1), mine.joins.reshape(-1)]
         items.append(len(mine.items))
         joins.append(len(mine.joins))
-    sizes = Sizes(len(batch.tokens), len(batch.logits_at), tuple(ids), tuple(items), tuple(joins))
-    return Prepared(sizes, arrays)
+        tables.append(table)
+        before += len(table)
+    arrays.append(np.concatenate(tables))
+    return Prepared(Sizes(len(batch.tokens), len(batch.logits_at), tuple(items), tuple(joins), before), arrays)
 
 
 class Inputs:
     """Owns: the packed array on the device, and two pinned ones on the host that are filled in turn.
 
-    Promises: what is sent for one step stays as it is on the device until the next is sent; with ``sizes`` larger than
-    the batch's the rest is padding: tokens that write nowhere, and items that have none.
+    Promises: what is sent for one step stays as it is on the device until the next is sent; where ``sizes`` are larger
+    than the batch's, the rest is padding: tokens that write nowhere, and items and joins without rows.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -105,30 +106,30 @@ class Inputs:
     def send(self, prepared: Prepared, sizes: Sizes | None = None) -> Step:
         """The step on the device, its sections as long as ``sizes`` says."""
         sizes = sizes or prepared.sizes
-        lengths = sizes.sections()
-        places = np.cumsum([0, *(-(-n // ALIGNED) * ALIGNED for n in lengths)])
-        total = int(places[-1])
-        self._reserve(total)
+        places = sizes.places()
+        used = places[-1][0] + prepared.sizes.ids
+        self.reserve(sizes)
         staged = self._staged[self._turn]
         if self._sent:
             self._sent[self._turn].synchronize()
         host = staged.numpy()
-        host[:total] = 0
-        for at, array in zip(places, prepared.arrays, strict=False):
+        host[:used] = 0
+        for i, ((at, length), array) in enumerate(zip(places, prepared.arrays, strict=True)):
             host[at : at + len(array)] = array
-        for g in range(len(sizes.ids)):  # padding tokens write nowhere
-            at, used = places[3 + 4 * g], prepared.sizes.tokens
-            host[at + used : at + sizes.tokens] = -1
-        self.packed[:total].copy_(staged[:total], non_blocking=True)
+            if i >= 3 and i % 3 == 0 and i < len(places) - 1:  # the tokens' blocks
+                host[at + len(array) : at + length] = -1
+        self.packed[:used].copy_(staged[:used], non_blocking=True)
         if self._sent:
             self._sent[self._turn].record()
             self._turn ^= 1
-        return self._step(sizes, places)
+        return self.step(sizes)
 
-    def _reserve(self, total: int) -> None:
-        if self._staged and total <= len(self.packed):
+    def reserve(self, sizes: Sizes) -> None:
+        """Room for so many; what was there before is lost if it grows."""
+        first, length = sizes.places()[-1]
+        if self._staged and first + length <= len(self.packed):
             return
-        room = 1 << (total - 1).bit_length()
+        room = 1 << (first + length - 1).bit_length()
         on_gpu = self.device.type == "cuda"
         for event in self._sent:
             event.synchronize()
@@ -136,10 +137,11 @@ class Inputs:
         self._staged = [torch.empty(room, dtype=torch.int32, pin_memory=on_gpu) for _ in range(2)]
         self._sent = [torch.cuda.Event() for _ in range(2)] if on_gpu else []
 
-    def _step(self, sizes: Sizes, places: Array) -> Step:
-        parts = [self.packed[at : at + n] for at, n in zip(places.tolist(), sizes.sections(), strict=False)]
+    def step(self, sizes: Sizes) -> Step:
+        """The sections as they lie on the device."""
+        parts = [self.packed[at : at + n] for at, n in sizes.places()]
         groups = tuple(
-            Group(blocks, items.view(-1, attention.FIELDS), joins.view(-1, attention.FIELDS), ids)
-            for blocks, items, joins, ids in zip(*(parts[3 + i :: 4] for i in range(4)), strict=True)
+            Group(blocks, items.view(-1, attention.FIELDS), joins.view(-1, attention.FIELDS))
+            for blocks, items, joins in zip(*(parts[3 + i : -1 : 3] for i in range(3)), strict=True)
         )
-        return Step(parts[0], parts[1], parts[2], groups)
+        return Step(parts[0], parts[1], parts[2], groups, parts[-1])

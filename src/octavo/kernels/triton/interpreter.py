@@ -1,7 +1,8 @@
 """Triton's interpreter, put right for what the kernels need of it; nothing here touches compiled kernels.
 
 Up to Triton 3.7 it multiplies the bits of bfloat16 matrices as integers, cuts float32 off where it should round it to
-bfloat16, and replaces the whole language anew at each call of a function from a kernel, which takes most of its time.
+bfloat16, and puts its own language in place of the compiler's anew at each launch and at each call of a function from a
+kernel, which takes most of its time: here it is done once for each function, and left so.
 """
 
 from __future__ import annotations
@@ -24,10 +25,9 @@ def repair() -> None:
     builder = interpreter.InterpreterBuilder
     if builder.create_dot is not _dot:
         _old["cast"], _old["dot"] = builder.cast_impl, builder.create_dot
-        _old["patch"], _old["launch"] = interpreter._patch_lang, interpreter.GridExecutor.__call__
+        _old["patch"] = interpreter._patch_lang
         builder.cast_impl, builder.create_dot = _cast, _dot
-        interpreter.InterpretedFunction.__call__ = _call
-        interpreter.GridExecutor.__call__ = _launch
+        interpreter._patch_lang = _patch
 
 
 _old: dict[str, Any] = {}
@@ -50,14 +50,15 @@ def _dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
     return _old["dot"](self, a, b, d, *options)
 
 
-def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A function that a kernel calls: its language is replaced once a launch."""
-    if self.fn not in _patched:
-        _patched.add(self.fn)
-        _old["patch"](self.fn)
-    return self.rewrite()(*args, **kwargs)
+class _Kept:
+    """What would put the compiler's language back."""
+
+    def restore(self) -> None:
+        pass
 
 
-def _launch(self: Any, *args: Any, **kwargs: Any) -> Any:
-    _patched.clear()
-    return _old["launch"](self, *args, **kwargs)
+def _patch(function: Any) -> _Kept:
+    if function not in _patched:
+        _patched.add(function)
+        _old["patch"](function)
+    return _Kept()

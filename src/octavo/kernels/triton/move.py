@@ -22,15 +22,23 @@ def copy_blocks(source, target, pairs, source_stride, target_stride, words, BLOC
     tl.store(written, tl.load(read, mask=inside), mask=inside)
 
 
-def move(source: torch.Tensor, target: torch.Tensor, pairs: np.ndarray, device: torch.device) -> None:
-    """target[pairs[i, 1]] = source[pairs[i, 0]] in order, of arrays uint8 [n, block_bytes]."""
+def move(blocks: torch.Tensor, pairs: np.ndarray, device: torch.device) -> None:
+    """blocks[pairs[i, 1]] = blocks[pairs[i, 0]] in order, of an array uint8 [n, block_bytes] on the device."""
+    for run in independent(pairs, one=True):
+        copy(blocks, blocks, pairs_on(run, device))
+
+
+def pairs_on(pairs: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(pairs, np.int32)).to(device)
+
+
+def copy(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
+    """One launch for pairs that may be copied in any order."""
     size = source.shape[1]
     word = next(t for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if size % t.itemsize == 0)
     a, b = source.view(word), target.view(word)
-    for batch in independent(pairs, source is target):
-        there = torch.from_numpy(np.ascontiguousarray(batch, np.int32)).to(device)
-        grid = len(batch), triton.cdiv(a.shape[1], WORDS)
-        copy_blocks[grid](a, b, there, a.stride(0), b.stride(0), a.shape[1], BLOCK=WORDS)
+    grid = len(pairs), triton.cdiv(a.shape[1], WORDS)
+    copy_blocks[grid](a, b, pairs, a.stride(0), b.stride(0), a.shape[1], BLOCK=WORDS)
 
 
 def independent(pairs: np.ndarray, one: bool) -> Iterator[np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from octavo.kernels.triton.attention import Scratch
 from octavo.kernels.triton.cache import Cache, check, computed
 from octavo.kernels.triton.embed import embed, pick
 from octavo.kernels.triton.inputs import Inputs, Step, prepare
+from octavo.kernels.triton.ladder import Ladder
 from octavo.kernels.triton.weights import Weight
 
 
@@ -70,8 +72,8 @@ class Recorder:
     then it is rounded once, when it is made.
     """
 
-    def __init__(self, layout: KVLayout, heads: int) -> None:
-        self.layout, self.heads = layout, heads
+    def __init__(self, layout: KVLayout, heads: int, library: bool = False) -> None:
+        self.layout, self.heads, self.library = layout, heads, library
         self.calls: list[Call] = []
         self.logits = False
         self.exchanges = False  # something runs in Python between kernels: such a step can't be a graph
@@ -91,7 +93,7 @@ class Recorder:
         self, x: Slot, weights: Sequence[Weight], bias: Tensor | None = None, residual: Slot | None = None
     ) -> Slot:
         def launch(at: Where, out: Tensor, x: Tensor, residual: Tensor | None) -> None:
-            gemm.linear(x, weights, bias, residual, out)
+            gemm.linear(x, weights, bias, residual, out, self.library)
 
         out = self._record(sum(w.rows for w in weights), (x, residual), launch, product=True)
         x.products |= {w.input for w in weights}
@@ -127,7 +129,7 @@ class Recorder:
                 q,
                 at.cache,
                 layer,
-                part.ids,
+                at.step.ids,
                 part.items,
                 part.joins,
                 at.scratch,
@@ -195,19 +197,17 @@ class Buffers:
         self.tokens = self.logits = 0
         self.tensors: list[Tensor] = []
 
-    def reserve(self, tokens: int, logits: int) -> None:
+    def reserve(self, tokens: int, logits: int) -> bool:
+        """Room for so many; whether what was there before is gone."""
         if self.tensors and tokens <= self.tokens and logits <= self.logits:
-            return
+            return False
         self.tokens, self.logits = max(self.tokens, tokens), max(self.logits, logits)
         self.tensors = []  # let go before as much is taken again
         self.tensors = [
             torch.empty(self.logits if s.logits else self.tokens, s.width, dtype=s.dtype, device=self.device)
             for s in self.slots
         ]
-
-    def nbytes(self, tokens: int, logits: int) -> int:
-        """Bytes that a step of so many tokens and logits needs."""
-        return sum((logits if s.logits else tokens) * s.width * s.dtype.itemsize for s in self.slots)
+        return True
 
     def of(self, slot: Slot, step: Step) -> Tensor:
         return self.tensors[slot.buffer][: len(step.logits_at) if slot.logits else len(step.tokens)]
@@ -220,30 +220,58 @@ class TritonProgram:
     of the batch's tokens; its result is a view that the next run overwrites.
     """
 
-    def __init__(self, build: Callable[[Ops], None], layout: KVLayout, heads: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        build: Callable[[Ops], None],
+        layout: KVLayout,
+        heads: int,
+        device: torch.device,
+        library: bool = False,
+    ) -> None:
         check(layout)
         self.layout, self.heads, self.device = layout, heads, device
-        recorder: Any = Recorder(layout, heads)
+        recorder: Any = Recorder(layout, heads, library)
         build(recorder)
         self.calls, self.cap, self.result = recorder.calls, recorder.cap, recorder.result
         self.exchanges = recorder.exchanges
         self.buffers = Buffers(recorder.place(), device)
         self.inputs = Inputs(device)
+        self.ladder: Ladder | None = None
+        self._address = 0
         self.scratch = Scratch.make(attention.SCRATCH, layout.kv_heads, layout.head_dim, device)
+
+    def prepare(self, blocks: Tensor, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
+        """Records the ladder of graphs for steps of up to so many tokens over these blocks; there are none on a CPU."""
+        if self.device.type == "cuda" and not self.exchanges:
+            self.climb(blocks, tokens, progress)
+
+    def climb(self, blocks: Tensor, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
+        """From now on steps of up to so many tokens are padded to rungs of a ladder."""
+        self.ladder = None
+        self.buffers.reserve(tokens, tokens)
+        ladder = Ladder(self.device, len(self.layout.groups), tokens)
+        ladder.build(partial(self._launch, Cache.of(blocks, self.layout)), progress)
+        self.ladder, self._address = ladder, blocks.data_ptr()
 
     def run(self, batch: Batch, blocks: Tensor) -> Tensor:
         prepared = prepare(batch, self.layout, self.heads)
-        step = self.inputs.send(prepared)
-        self.buffers.reserve(len(step.tokens), len(step.logits_at))
-        return self._launch(Where(step, Cache.of(blocks, self.layout), self.scratch), self.buffers)
+        launch = partial(self._launch, Cache.of(blocks, self.layout))
+        if self.buffers.reserve(prepared.sizes.tokens, prepared.sizes.logits):
+            self.ladder = None  # its graphs write where nothing is any more
+        if self.ladder is not None and blocks.data_ptr() == self._address:
+            logits = self.ladder.run(prepared, launch)
+            if logits is not None:
+                return logits
+        return launch(self.inputs.send(prepared))
 
-    def _launch(self, where: Where, buffers: Buffers) -> Tensor:
+    def _launch(self, cache: Cache, step: Step) -> Tensor:
+        where = Where(step, cache, self.scratch)
         for call in self.calls:
-            if call.output.logits and not len(where.step.logits_at):
+            if call.output.logits and not len(step.logits_at):
                 break
-            inputs = [None if x is None else buffers.of(x, where.step) for x in call.inputs]
-            call.launch(where, buffers.of(call.output, where.step), *inputs)
-        logits = buffers.of(self.result, where.step)
+            inputs = [None if x is None else self.buffers.of(x, step) for x in call.inputs]
+            call.launch(where, self.buffers.of(call.output, step), *inputs)
+        logits = self.buffers.of(self.result, step)
         if self.cap and len(logits):
             gate.softcap(logits, self.cap)
         return logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ class ProcessGroup:
     Owns: torch.distributed's default group of this process.
 
     Promises: what comes back is the ranks' columns, unchanged and in the order of ranks; an exchange that another rank
-    does not take part in raises within the timeout.
+    does not take part in raises within the timeout.  With NCCL it ends when it is aborted, which
+    :class:`octavo.execute.team.Team` sees to: NCCL's own way of not waiting would end this process without a word.
     """
 
     def __init__(self, rank: int, size: int, folder: Path, device: Any, timeout: float) -> None:
@@ -35,7 +37,7 @@ class ProcessGroup:
         if on_gpu:
             torch.cuda.set_device(device)
         store = dist.FileStore(str(folder / "store"), size)
-        with _loopback():
+        with _set("GLOO_SOCKET_IFNAME", _loopback()), _set("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"), _undisturbed():
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
                 store=store,
@@ -102,14 +104,28 @@ def _beside(parts: Sequence[torch.Tensor], widths: Sequence[int]) -> torch.Tenso
 
 
 @contextmanager
-def _loopback() -> Iterator[None]:
-    """All ranks are on this machine: gloo is to listen where nobody else can connect."""
-    name = "GLOO_SOCKET_IFNAME"
-    if name in os.environ or "lo" not in [interface for _, interface in socket.if_nameindex()]:
+def _undisturbed() -> Iterator[None]:
+    """Threads that begin in here get no signals: one that came in the middle of gloo's reading would end the group."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _set(name: str, value: str | None) -> Iterator[None]:
+    """An environment variable for the time of joining, when torch reads it, unless the user has set it."""
+    if value is None or name in os.environ:
         yield
         return
-    os.environ[name] = "lo"
+    os.environ[name] = value
     try:
         yield
     finally:
         del os.environ[name]
+
+
+def _loopback() -> str | None:
+    """All ranks are on this machine: gloo is to listen where nobody else can connect."""
+    return "lo" if "lo" in [name for _, name in socket.if_nameindex()] else None
