@@ -28,6 +28,7 @@ from octavo.engine import ranks  # noqa: E402
 from octavo.engine.outputs import RequestOutput  # noqa: E402
 from octavo.errors import ConfigError, EngineError  # noqa: E402
 from octavo.execute import inputs  # noqa: E402
+from octavo.execute import team as team_module  # noqa: E402
 from octavo.execute.parallel import bare  # noqa: E402
 from octavo.execute.team import Team  # noqa: E402
 from octavo.kernels.parallel import cut  # noqa: E402
@@ -217,6 +218,18 @@ def test_a_worker_that_cannot_begin(capfd: pytest.CaptureFixture[str]) -> None:
         team.hear()
     team.close()
     assert not team.folder.exists()
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_does_not_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that is larger than the pipe holds does not wait for ever."""
+    monkeypatch.setattr(team_module, "PATIENCE", 1)
+    (tmp_path / "deaf.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    team = Team(2, "deaf", lambda rank, folder: None)
+    with pytest.raises(EngineError, match="rank 0 of 2 failed, or another does not answer"):
+        team.tell(("run", bytes(8 << 20)))
+    team.close()
 
 
 def test_what_cannot_be_shared_is_refused(tiny_models: TinyModels) -> None:

@@ -126,12 +126,15 @@ def main(descriptor: int) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     parent, pipe = os.getppid(), Connection(descriptor)
+    order: Order | None = None
     try:
         order = pipe.recv()
         threading.Thread(target=_follow_parent, args=(parent, order.folder), daemon=True).start()
         work(order, pipe)
-    except (EOFError, BrokenPipeError):
-        return 0
+    except (EOFError, BrokenPipeError, ConnectionResetError):  # rank 0 is gone
+        if order is not None:
+            shutil.rmtree(order.folder, ignore_errors=True)
+        return 1
     except BaseException as error:
         try:
             pipe.send(("failed", str(error) if isinstance(error, OctavoError) else f"{type(error).__name__}: {error}"))

@@ -75,12 +75,9 @@ class ParallelExecutor(LocalExecutor):
 
 
 def follow(executor: LocalExecutor, pipe: Connection) -> None:
-    """A worker's life: run the plans that come, until told to close or until rank 0 is gone."""
+    """A worker's life: run the plans that come, until told to close.  Raises EOFError or OSError if rank 0 is gone."""
     while True:
-        try:
-            kind, plan = pipe.recv()
-        except (EOFError, OSError):
-            return
+        kind, plan = pipe.recv()
         if kind == "close":
             return
         if kind != "run":

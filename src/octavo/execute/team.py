@@ -6,6 +6,7 @@ import logging
 import pickle
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from octavo.errors import EngineError
 log = logging.getLogger("octavo.execute")
 
 LAST_WORDS = 2.0  # seconds to find out why an exchange failed: a process that dies is seen dead a moment later
+PATIENCE = 60  # seconds that a worker gets to take a message
 TICK = 0.1  # seconds between looks at the time
 FAREWELL = 5.0  # seconds that a process gets to end by itself
 
@@ -46,6 +48,8 @@ class Team:
         self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         for rank in range(1, size):
             here, there = socket.socketpair()
+            # A plan may be larger than what waits unread: who stands still is not waited for here either.
+            here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", PATIENCE, 0))
             command = [sys.executable, "-m", module, str(there.fileno())]
             # In a session of its own, so that a terminal's Ctrl-C is for this process alone.
             process = subprocess.Popen(
