@@ -182,6 +182,7 @@ def test_products_have_one_matrix_instruction_for_every_number_of_rows(architect
     wanted = ["m16n8k16"]
     for (_, _, given, _), one in zip([*DENSE, *GROUPED], products, strict=True):
         assert one["mma"] == ([] if given["x"] == "*fp32" else wanted), given
+        assert not one["sums"], (given, "a sum across a tile has the order of the tile's layout")
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

@@ -173,10 +173,13 @@ def grouped(
             less = tl.load(shift + (g * GROUP // SPAN) * wide + cols, mask=col_in, other=0.0).to(tl.float32)
             if HAS_PART:
                 less *= tl.load(part_shift + g * wide + cols, mask=col_in, other=0).to(tl.float32)
-            sums = tl.sum(a.to(tl.float32), axis=1)
+            # By the matrix instruction too, whose order over K is one for all tiles; the order of tl.sum is the tile's
+            # layout.  All columns are the same number, so that any order of tl.max gives it.
+            ones = tl.full((BYTES, 16), 1.0, tl.float32).to(tl.bfloat16)
+            sums = tl.dot(a, ones)
             if BITS == 4:
-                sums += tl.sum(high.to(tl.float32), axis=1)
-            acc -= sums[:, None] * less[None, :]
+                sums = tl.dot(high, ones, sums)
+            acc -= tl.max(sums, axis=1)[:, None] * less[None, :]
         x_at += GROUP
         w_at += BYTES * wide
     start = (at_m * BLOCK_M).to(tl.int64) * stride

@@ -201,12 +201,13 @@ class Buffers:
         """Room for so many; whether what was there before is gone."""
         if self.tensors and tokens <= self.tokens and logits <= self.logits:
             return False
-        self.tokens, self.logits = max(self.tokens, tokens), max(self.logits, logits)
-        self.tensors = []  # let go before as much is taken again
+        tokens, logits = max(self.tokens, tokens), max(self.logits, logits)
+        # Let go before as much is taken again; if that fails, a smaller step may still find room.
+        self.tensors, self.tokens, self.logits = [], 0, 0
         self.tensors = [
-            torch.empty(self.logits if s.logits else self.tokens, s.width, dtype=s.dtype, device=self.device)
-            for s in self.slots
+            torch.empty(logits if s.logits else tokens, s.width, dtype=s.dtype, device=self.device) for s in self.slots
         ]
+        self.tokens, self.logits = tokens, logits
         return True
 
     def of(self, slot: Slot, step: Step) -> Tensor:
