@@ -215,6 +215,7 @@ def memory_in_use() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="tells of memory as Linux does")
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer keeps what is freed")
 def test_weights_take_their_size_and_give_it_back() -> None:
     rng = np.random.default_rng(5)
     matrices = [float_matrix("F32", rng.standard_normal((512, 512))) for _ in range(100)]
