@@ -19,9 +19,9 @@ inline constexpr int kFastRows = 1, kExactRows = 1, kWide = 1, kNarrow = 1;
 #elif defined(__AVX512F__)
 inline constexpr int kFastRows = 6, kExactRows = 8, kWide = 2, kNarrow = 2;
 #elif defined(__AVX2__)
-inline constexpr int kFastRows = 3, kExactRows = 6, kWide = 2, kNarrow = 1;
+inline constexpr int kFastRows = 4, kExactRows = 6, kWide = 2, kNarrow = 1;
 #else
-inline constexpr int kFastRows = 3, kExactRows = 6, kWide = 2, kNarrow = 1;
+inline constexpr int kFastRows = 4, kExactRows = 6, kWide = 2, kNarrow = 1;
 #endif
 
 // Where a tile's sums go.  Pointers are at the tile's first row and column; bias and residual may be null.
