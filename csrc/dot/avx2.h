@@ -68,6 +68,9 @@ template <int BITS> struct Dot {
     OCTAVO_INLINE ix total() const { return {{{sum[0]}, {sum[1]}}}; }
 };
 #else
+// GCC would add the integers of a group in another order, a tree of all steps at once, and spill most of them.
+OCTAVO_INLINE void keep(__m256i& sum) { asm("" : "+x"(sum)); }
+
 // Pairs of products meet in 16 bits.  A pair is at most 2 * 127 * (2^BITS - 1): 8, 4 and 2 steps of 4, 5 and 6 bits
 // fit before they must be widened.  A pair of unsigned bytes would not fit at all; |q - 128| <= 128 times 127 does.
 template <int BITS> struct Dot {
@@ -86,8 +89,11 @@ template <int BITS> struct Dot {
                 pairs = _mm256_maddubs_epi16(u.v[i], x.v);
             }
             part[i] = T % kFit == 0 ? pairs : _mm256_add_epi16(part[i], pairs);
-            if (T % kFit == kFit - 1)
+            keep(part[i]);
+            if (T % kFit == kFit - 1) {
                 sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(part[i], _mm256_set1_epi16(1)));
+                keep(sum[i]);
+            }
         }
     }
     OCTAVO_INLINE ix total() const { return {{{sum[0]}, {sum[1]}}}; }
