@@ -92,6 +92,20 @@ def test_triton_gives_the_same_bytes_on_one_rank_and_on_two(tiny_models: TinyMod
     assert [b.logprobs for o in one for b in o.outputs] == [b.logprobs for o in two for b in o.outputs]
 
 
+def test_values_beyond_float16_are_the_same_on_one_rank_and_on_two(tmp_path: Path) -> None:
+    """Where a product with 16-bit weights reads what ranks have exchanged, as where it reads what a kernel has made."""
+    pytest.importorskip("triton")
+    made = make("llama", "F16")
+    for name, parameter in made.model.named_parameters():
+        if "gate_proj" in name or "up_proj" in name:
+            parameter.data *= 500  # so that their product is beyond 65504
+    folder = made.save(tmp_path / "large")
+    asked = [(prompt(6), {**GREEDY, "max_tokens": 4, "logprobs": 1})]
+    one, two = answers(folder, "triton", 1, asked), answers(folder, "triton", 2, asked)
+    assert tokens(one) == tokens(two)
+    assert [b.logprobs for o in one for b in o.outputs] == [b.logprobs for o in two for b in o.outputs]
+
+
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from octavo.kernels.triton.cache import Cache, check, computed
 from octavo.kernels.triton.embed import embed, pick
 from octavo.kernels.triton.inputs import Inputs, Sizes, Step, prepare
 from octavo.kernels.triton.ladder import TABLES, Ladder, sizes_of
+from octavo.kernels.triton.rounding import put
 from octavo.kernels.triton.weights import Weight
 
 log = logging.getLogger("octavo.kernels")
@@ -161,7 +162,7 @@ class Recorder:
         """For tensor parallelism: what ``work`` makes of x, see :mod:`octavo.kernels.parallel`."""
 
         def launch(at: Where, out: Tensor, x: Tensor) -> None:
-            out.copy_(work(x))
+            put(work(x), out)
 
         self.exchanges = True
         return self._record(x.width if width is None else width, (x,), launch)
