@@ -35,6 +35,8 @@ class TritonBackend:
         if gemm not in ("fixed", "cublas"):
             raise ValueError(f"gemm is fixed or cublas, not {gemm}")
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.index is not None:  # launches, pinned memory and streams go by the current device
+            torch.cuda.set_device(self.device)
         self.gemm = gemm
         interpreter.repair()
         self.swap = Swap(self.device)
