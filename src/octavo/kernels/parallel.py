@@ -105,7 +105,7 @@ class ParallelBackend:
     def __init__(self, inner: Backend, ranks: Ranks) -> None:
         self.inner, self.ranks = inner, ranks
         self.name = inner.name
-        self.device = getattr(inner, "device", None)
+        self.device, self.gpu = getattr(inner, "device", None), getattr(inner, "gpu", None)
 
     @property
     def build(self) -> str:

@@ -50,6 +50,14 @@ class TritonBackend:
         return f"sm_{major}{minor}"
 
     @cached_property
+    def gpu(self) -> str | None:
+        """What computes, for people; of two GPUs of one capability the answers are the same, unless by cuBLAS."""
+        if self.device.type == "cpu":
+            return None
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return f"{torch.cuda.get_device_name(self.device)}, compute capability {major}.{minor}"
+
+    @cached_property
     def build(self) -> str:
         """A hash of the kernels' source and of what compiles and runs it."""
         state = hashlib.blake2b(digest_size=16)
