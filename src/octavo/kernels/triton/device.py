@@ -108,10 +108,10 @@ def driver_version(root: Path = Path("/")) -> str:
     return found[1] if found else ""
 
 
-def usable_gpus(count: int = 1, own: int = 0) -> list[Gpu]:
+def usable_gpus(count: int = 1, own: int | None = 0) -> list[Gpu]:
     """The first ``count`` GPUs; raises Unusable unless Octavo can compute on all of them.
 
-    Only ``own`` is asked for its memory: that takes some of it for this process, which on the others is of no use.
+    Only ``own``, if any, is asked for its memory: that takes some of it for this process, of no use on the others.
     """
     if not driver_seen():
         raise Unusable("no driver of NVIDIA's is found on this machine, and a GPU with one is needed")
