@@ -142,7 +142,9 @@ class Inputs:
         first, length = sizes.places()[-1]
         if self._staged and first + length <= len(self.packed):
             return
-        room = 1 << (first + length - 1).bit_length()
+        needed = first + length
+        unit = max(1024, 1 << needed.bit_length() - 4)  # a little more is taken, so that it does not grow each time
+        room = -(-needed // unit) * unit
         on_gpu = self.device.type == "cuda"
         for event in self._sent:
             event.synchronize()

@@ -18,7 +18,7 @@ from octavo.core.plan import LargestStep
 from octavo.kernels.triton.inputs import Inputs, Prepared, Sizes, Step
 
 SHORT = 4  # pieces of attention that a token has room for on average, where contexts are short
-LONGER = 8  # so many times more there are of them on the next rung of as many tokens
+LONGER = 4  # so many times more there are of them on the next rung of as many tokens
 TABLES = 1 << 24  # most block ids that there is room for, which are 64 MiB on the device and twice that on the host
 
 Launch = Callable[[Step], torch.Tensor]
