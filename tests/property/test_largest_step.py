@@ -85,15 +85,20 @@ def test_the_bound_is_reached() -> None:
 
 def test_sessions_at_rest_make_no_step_larger() -> None:
     """They run on, with nothing to compute: a chosen budget goes by those that compute."""
-    rig = Rig(600, 4, max_running=4, context=CONTEXT)
+    rig = Rig(600, 4, max_running=4, context=CONTEXT, audited=False)
     rig.engine.budget = TokenBudget()
+    scheduler, given, decide = rig.engine.scheduler, [], rig.engine.scheduler.decide
+    scheduler.decide = lambda now, budget: given.append(budget) or decide(now, budget)  # type: ignore[func-returns-value]
+    rig.add(ids(9), 4)
     for i in range(4500):
-        rig.engine.rest(rig.intake.tokens([i % VOCAB]), b"", "")
-    for sequence in rig.engine.scheduler.waiting:
+        sequence = rig.engine.rest(rig.intake.tokens([i % VOCAB]), b"", "")
+        rig.kv.open(sequence)
         sequence.become(State.RUNNING)
-        rig.engine.scheduler.running.append(sequence)
-    tokens = largest_step(EngineConfig(max_running=4), CONTEXT, SCORES).tokens
-    assert rig.engine.budget.step(rig.engine.scheduler.computing) <= tokens
+        scheduler.running.append(sequence)
+    scheduler.waiting[:] = [sequence for sequence in scheduler.waiting if not sequence.parked]
+    for _ in range(3):
+        rig.engine.step()
+    assert len(given) >= 3 and max(given) <= largest_step(EngineConfig(max_running=4), CONTEXT, SCORES).tokens
 
 
 @pytest.mark.parametrize("seed", range(40))
