@@ -152,6 +152,22 @@ def test_memory_that_runs_out_is_said_in_one_sentence(monkeypatch: pytest.Monkey
             loading(error, on_gpu)
 
 
+def test_a_host_tier_that_cant_be_pinned_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    from octavo.core.plan import HOST
+    from octavo.kernels.triton.backend import TritonBackend
+
+    def empty(*shape: int, **given: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
+
+    backend = TritonBackend("cpu")
+    monkeypatch.setattr(torch, "empty", empty)
+    with pytest.raises(ConfigError, match=r"host tier of 4.0 GiB can't be had .*out of memory\); .*0, which") as raised:
+        backend.store(1 << 20, 4096, HOST)
+    assert raised.value.field == "swap_memory" and "\n" not in str(raised.value)
+
+
 def test_inspect_counts_on_a_gpu(tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     from octavo.cli import inspect
     from octavo.kernels.triton.device import Gpu

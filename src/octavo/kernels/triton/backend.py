@@ -12,8 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.config import format_size
 from octavo.core.layout import KVLayout
 from octavo.core.plan import DEVICE
+from octavo.errors import ConfigError
 from octavo.kernels.backend import Ops, SampleBatch, Sampled
 from octavo.kernels.triton import interpreter, move, weights
 from octavo.kernels.triton import sample as sampling
@@ -78,10 +80,20 @@ class TritonBackend:
         return TritonProgram(build, layout, heads, self.device, library=self.gemm == "cublas")
 
     def store(self, count: int, nbytes: int, tier: int) -> Tensor:
-        """On the device, or in pinned host memory, which the device reads and writes too."""
+        """On the device, or in pinned host memory, which the device reads and writes too.
+
+        Raises ConfigError if so much of the host's memory can't be pinned.
+        """
         if tier == DEVICE:
             return torch.empty(count, nbytes, dtype=torch.uint8, device=self.device)
-        host = torch.empty(count, nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        try:
+            host = torch.empty(count, nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        except RuntimeError as error:
+            raise ConfigError(
+                f"a host tier of {format_size(count * nbytes)} can't be had in memory that the GPU reads "
+                f"({str(error).splitlines()[0]}); a smaller swap_memory works, or 0, which is none",
+                "swap_memory",
+            ) from error
         self._hosts.add(host.data_ptr())
         return host
 
