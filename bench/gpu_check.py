@@ -74,7 +74,7 @@ def no_gpu() -> str:
     from octavo.kernels.triton.device import Unusable, usable_gpus
 
     try:
-        usable_gpus()
+        usable_gpus(own=None)  # this process must take none of the memory that the parts are to have
     except Unusable as problem:
         return str(problem)
     return ""
@@ -95,7 +95,7 @@ def about(dry: bool) -> Report:
     else:
         from octavo.kernels.triton.device import driver_version, usable_gpus
 
-        found["device"], found["driver"] = str(usable_gpus()[0]), driver_version()
+        found["device"], found["driver"] = str(usable_gpus(own=None)[0]), driver_version()
     return found
 
 
@@ -174,6 +174,7 @@ def engine(device: Any, sizes: Any, gemm: str) -> Report:
             "load": gpu_engine.load_rate(made, sizes),
         }
         made.close()
+        del made  # its weights go before the next model's come
     return found
 
 

@@ -23,7 +23,7 @@ from octavo.config import EngineConfig
 from octavo.core.params import SamplingParams
 from octavo.engine.engine import Engine
 from octavo.engine.intake import Intake
-from octavo.engine.load import load
+from octavo.engine.load import largest_of, load
 from octavo.execute.executor import LocalExecutor
 from octavo.loading.checkpoint import Checkpoint
 from octavo.models.spec import ModelSpec
@@ -46,7 +46,7 @@ class RandomEngine:
         program, memory = load(checkpoint, config, backend, layout)
         self.memory = memory
         executor = LocalExecutor(backend, program, layout, memory.blocks)
-        program.prepare(executor.blocks, config.max_running)
+        program.prepare(executor.blocks, largest_of(checkpoint, config))
         kv = KV(memory.blocks, layout.block_size, layout.windows, False)
         self.engine = Engine(executor, kv, budget=TokenBudget(config.max_batched_tokens), max_running=512)
         self.intake = Intake(

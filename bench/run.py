@@ -77,7 +77,8 @@ def main() -> int:
     if given.peer_server:
         report["peer"] = peer.version(given.peer_server)
     with LLM(given.model, threads=threads) as llm:
-        print(f"octavo {octavo.__version__}, {llm.parts.engine.executor.backend.name}, {threads} threads")
+        report["backend"] = llm.parts.engine.executor.backend.name
+        print(f"octavo {octavo.__version__}, {report['backend']}, {threads} threads")
         make = loads.outside(given.loads) if given.loads else loads.own(llm.tokenizer)
         for name in given.only or loads.NAMES:
             report["loads"][name] = one_load(llm, name, make, given, threads)

@@ -62,10 +62,12 @@ def _compile(module: str, name: str, arguments: dict[str, Any], options: dict[st
         file.flush()
         usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
     counts = {k.lower(): int(v) for k, v in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-    mma = sorted(set(re.findall(r"(?:wg)?mma\.(?:mma_async\.)?sync\.aligned\.(m\d+n\d+k\d+)", built.asm["ptx"])))
+    ptx = built.asm["ptx"]
+    mma = sorted(set(re.findall(r"(?:wg)?mma\.(?:mma_async\.)?sync\.aligned\.(m\d+n\d+k\d+)", ptx)))
+    mma += ["tcgen05"] if "tcgen05.mma" in ptx else []
     reduced = (piece.split("tt.reduce.return")[0] for piece in built.asm["ttgir"].split('"tt.reduce"')[1:])
     sums = sum("arith.addf" in body for body in reduced)
-    copies = built.asm["ptx"].count("cp.async.cg")
+    copies = ptx.count("cp.async.cg")
     return {**counts, "shared": built.metadata.shared, "mma": mma, "async": copies, "sums": sums}
 
 

@@ -18,7 +18,21 @@ from collections.abc import Iterator  # noqa: E402
 from functools import cache  # noqa: E402
 from pathlib import Path  # noqa: E402
 
-if not Path("/proc/driver/nvidia/version").exists():
+from octavo.kernels.triton.device import driver_seen  # noqa: E402
+
+
+def gpu_seen() -> bool:
+    """Whether tests of Triton's kernels run on a GPU; torch is asked only where there is a driver."""
+    if not driver_seen():
+        return False
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+if not gpu_seen():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels run in its interpreter, on the CPU
 
 from typing import TYPE_CHECKING  # noqa: E402

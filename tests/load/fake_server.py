@@ -28,6 +28,7 @@ class Script:
     split: int | None = None
     close: bool = False
     cached: int = 0
+    fingerprint: str | None = None
 
 
 Answer = Callable[[int, dict[str, Any]], Script]
@@ -158,7 +159,7 @@ async def _stream(writer: asyncio.StreamWriter, script: Script, chat: bool, body
         "completion_tokens": script.tokens,
         "prompt_tokens_details": {"cached_tokens": script.cached},
     }
-    await send(json.dumps({"choices": [], "usage": usage}))
+    await send(json.dumps({"choices": [], "usage": usage, "system_fingerprint": script.fingerprint}))
     await send("[DONE]")
     if not script.close:
         writer.write(b"0\r\n\r\n")

@@ -408,6 +408,16 @@ def test_the_command_prints_and_keeps_its_figures(server: FakeServer, bench: Any
         assert (tmp_path / "plots" / name).read_text().startswith("<svg")
 
 
+@pytest.mark.parametrize("gemm", ["fixed", "cublas"])
+def test_figures_say_what_the_server_gave_up(server: FakeServer, bench: Any, tmp_path: Path, gemm: str) -> None:
+    """Products by cuBLAS are told by the fingerprint of every answer."""
+    told = f"octavo-1.0-triton-sm_90-01234567-w89abcdef-float16-{gemm}"
+    server.answer = lambda number, body: Script(fingerprint=told)
+    code, out, _ = bench(server.url, "-n", "2", "--output", "4", "--json", str(tmp_path / "out.json"))
+    assert code == 0 and ("cublas: bytes depend on the batch" in out) == (gemm == "cublas")
+    assert json.loads((tmp_path / "out.json").read_text())["system_fingerprint"] == told
+
+
 def test_token_ids_come_from_the_servers_tokenizer_or_from_a_number(server: FakeServer, bench: Any) -> None:
     assert bench(server.url, "-n", "2", "--token-ids", "--prompt", "50")[0] == 0
     lengths = {len(word) for word in WORDS}

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 
 from conftest import TinyModels  # noqa: E402
 from octavo import LLM, SamplingParams  # noqa: E402
@@ -82,12 +82,35 @@ def test_every_rank_moves_its_blocks(tiny_models: TinyModels) -> None:
         assert counters.swaps and counters.copies
 
 
-def test_triton_gives_the_same_bytes_on_one_rank_and_on_two(tiny_models: TinyModels) -> None:
-    """Not the tokens alone: log-probabilities bit for bit."""
+@pytest.fixture
+def triton_device() -> str:
+    """Where two ranks of Triton's kernels can be: on two GPUs, or in the interpreter."""
     pytest.importorskip("triton")
+    if not torch.cuda.is_available():
+        return "cpu"
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU, and two ranks need two")
+    return "cuda"
+
+
+def test_triton_gives_the_same_bytes_on_one_rank_and_on_two(tiny_models: TinyModels, triton_device: str) -> None:
+    """Not the tokens alone: log-probabilities bit for bit."""
     folder = tiny_models.folder("qwen3")
     asked = [(p, {**given, "max_tokens": 5}) for p, given in ASKED[:2]]
-    one, two = answers(folder, "triton", 1, asked), answers(folder, "triton", 2, asked)
+    one, two = (answers(folder, "triton", size, asked, device=triton_device) for size in (1, 2))
+    assert tokens(one) == tokens(two)
+    assert [b.logprobs for o in one for b in o.outputs] == [b.logprobs for o in two for b in o.outputs]
+
+
+def test_triton_rounds_the_same_on_one_rank_and_on_two(tmp_path: Path, triton_device: str) -> None:
+    """Values beyond float16, where products with 16-bit weights read what ranks have exchanged."""
+    made = make("llama", "F16")
+    for name, parameter in made.model.named_parameters():
+        if "gate_proj" in name or "up_proj" in name:
+            parameter.data *= 500  # so that their product is beyond 65504
+    folder = made.save(tmp_path / "large")
+    asked = [(prompt(6), {**GREEDY, "max_tokens": 4, "logprobs": 1})]
+    one, two = (answers(folder, "triton", size, asked, device=triton_device) for size in (1, 2))
     assert tokens(one) == tokens(two)
     assert [b.logprobs for o in one for b in o.outputs] == [b.logprobs for o in two for b in o.outputs]
 

@@ -28,8 +28,12 @@ def test_a_given_up_promise_is_said(tiny_models: TinyModels, gemm: str, caplog: 
         llm = AsyncLLM(str(tiny_models.folder("llama", "F16")), gemm=gemm, **SOME)
     given_up = gemm == "cublas"
     assert ("other bytes in another batch" in caplog.text) == given_up
+    executor: Any = llm.parts.engine.executor
     with llm, served(llm) as server:
+        assert server.http.get("/health").json().get("gpu") == executor.backend.gpu
+        executor.backend.gpu = "NVIDIA H100, compute capability 9.0"
         health = server.http.get("/health").json()
+        assert health["gpu"] == executor.backend.gpu
         assert health["status"] == "ok" and ("other bytes" in health.get("gemm", "")) == given_up
         text = server.http.get("/version").json()["system_fingerprint"]
     fingerprint = Fingerprint.parse(text)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from octavo.config import EngineConfig
-from octavo.engine.build import make_backend
+from octavo.engine.backends import make_backend, without_effect
 from octavo.errors import ConfigError
 from octavo.kernels.reference import ReferenceBackend
 from octavo.kernels.triton import device
@@ -29,6 +29,7 @@ class FakeCuda:
         self.free = amiss.get("free", 70 * GIB)
         self.error = amiss.get("error")
         self.silent = amiss.get("silent")
+        self.asked: list[int] = []
         self.built = amiss.get("built", ["sm_80", "sm_86", "sm_90"])
 
     def init(self) -> None:
@@ -38,11 +39,9 @@ class FakeCuda:
     def device_count(self) -> int:
         return int(self.count)
 
-    def get_device_name(self, index: int) -> str:
-        return "NVIDIA H100"
-
-    def get_device_capability(self, index: int) -> Any:
-        return self.capability
+    def get_device_properties(self, index: int) -> Any:
+        major, minor = self.capability
+        return SimpleNamespace(name="NVIDIA H100", major=major, minor=minor, total_memory=80 * GIB)
 
     def get_arch_list(self) -> list[str]:
         return list(self.built)
@@ -50,6 +49,7 @@ class FakeCuda:
     def mem_get_info(self, index: int) -> tuple[int, int]:
         if self.silent:
             raise RuntimeError(self.silent)
+        self.asked.append(index)
         return self.free, 80 * GIB
 
 
@@ -136,6 +136,14 @@ def test_too_few_gpus_for_the_parallel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.choose_device("cuda", "auto", 2) == "cuda"
 
 
+def test_a_rank_touches_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking for a GPU's memory takes some of it for the process that asks."""
+    faked(monkeypatch, count=4)
+    gpus = device.usable_gpus(4, own=2)
+    assert [gpu.free is None for gpu in gpus] == [True, True, False, True]
+    assert sys.modules["torch"].cuda.asked == [2] and str(gpus[0]) == "0: NVIDIA H100, 80.0 GiB, compute capability 9.0"
+
+
 def test_code_for_newer_gpus_is_not_run_on_older_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Machine code runs within its generation, portable code on all later ones."""
     for built, capability, runs in [
@@ -181,6 +189,17 @@ def test_settings_of_a_gpu_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError, match="fp8 is for a GPU; on the CPU int8"):
             make_backend(EngineConfig(device="cpu", kv_dtype="fp8", backend=backend))
     assert isinstance(make_backend(EngineConfig(backend="reference")), ReferenceBackend)
+
+
+def test_settings_without_effect_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"threads": 3, "isa": "avx512", "compute": "exact", "gpu_memory": 0.5}
+    on_gpu = without_effect(EngineConfig(**given, device="cuda", backend="triton"))
+    assert [said.split()[:2] for said in on_gpu] == [["threads", "3"], ["isa", "avx512"], ["compute", "exact"]]
+    on_cpu = without_effect(EngineConfig(**{**given, "isa": None}, device="cpu", backend="cpu"))
+    assert on_cpu == ["gpu_memory 0.5 is for a GPU"]
+    with caplog.at_level(logging.WARNING, "octavo"):
+        make_backend(EngineConfig(backend="reference", threads=3))
+    assert caplog.text.count("threads 3 is for the CPU's kernels, and has no effect here") == 1
 
 
 def test_on_a_machine_without_a_driver_torch_is_not_imported() -> None:

@@ -18,10 +18,12 @@ from kernel_worlds import Shape, World, decoder, ragged_plan, sequences  # noqa:
 from test_kernels_attention import close, queries_only, same  # noqa: E402
 
 from interpreted import ArrayBackend  # noqa: E402
+from octavo.core.plan import LargestStep  # noqa: E402
 from octavo.errors import ConfigError  # noqa: E402
+from octavo.kernels.backend import Batch  # noqa: E402
 from octavo.kernels.reference import ReferenceBackend  # noqa: E402
 from octavo.kernels.triton import attention  # noqa: E402
-from octavo.kernels.triton.ladder import rungs  # noqa: E402
+from octavo.kernels.triton.ladder import rungs, sizes_of  # noqa: E402
 
 SHAPES = {
     "gqa": Shape(),
@@ -237,8 +239,8 @@ def test_steps_on_a_ladder_have_the_bits_of_those_beside_it(name: str, monkeypat
     program = backend.program(decoder(backend, shape), shape.layout(), shape.heads)
     world = World(shape.layout(), sequences(lengths))
     blocks, told = torch.from_numpy(world.blocks).to(backend.device), []
-    program.program.climb(blocks, 40, lambda done, of: told.append((done, of)))
-    assert told[-1][0] == told[-1][1] == len(rungs(40))
+    program.program.climb(blocks, 40, 96, lambda done, of: told.append((done, of)))
+    assert told[-1][0] == told[-1][1] == len(sizes_of(40, shape.layout(), shape.heads, 96))
     before = world.blocks.copy()
     assert np.array_equal(before, blocks.cpu().numpy()), "recording wrote to blocks"
     ran = []
@@ -258,16 +260,52 @@ class Kept:
         return self.program.run(batch, self.blocks).cpu().numpy().copy()
 
 
-def test_a_ladder_is_given_up_when_its_buffers_are() -> None:
+def test_a_ladder_stays_when_a_larger_step_comes(caplog: pytest.LogCaptureFixture) -> None:
+    """It goes on over the activations that its graphs know; and what was reserved holds all that it should."""
     shape, backend = Shape(windows=(None,)), ArrayBackend()
     program = backend.program(decoder(backend, shape), shape.layout(), shape.heads).program
-    world = World(shape.layout(), sequences([60]))
+    world, alone = (World(shape.layout(), sequences([60])) for _ in range(2))
+    other = backend.program(decoder(backend, shape), shape.layout(), shape.heads)
+    right = alone.run(other, [[(0, 2)], [(0, 50)], [(0, 2)]])
     blocks = torch.from_numpy(world.blocks).to(backend.device)
-    program.climb(blocks, 8)
-    program.run(world.batch([(0, 2)]), blocks)
-    assert program.ladder is not None
-    program.run(world.batch([(0, 50)]), blocks)
-    assert program.ladder is None
+    program.reserve(LargestStep(20, 8, 8, 60))
+    program.climb(blocks, 8, 60)
+    taken = [t.data_ptr() for t in program.buffers.tensors]
+    ran, fits = [], program.ladder.run
+    program.ladder.run = lambda prepared: ran.append(fits(prepared)) or ran[-1]
+    found = []
+    for count in (2, 50, 2):
+        found.append(program.run(world.batch([(0, count)]), blocks).cpu().numpy().copy())
+    assert [x is not None for x in ran] == [True, False, True]
+    assert ran[0].data_ptr() == ran[2].data_ptr() in taken
+    same([np.concatenate(found)], right)
+    program.run(world.batch([(0, 6)]), blocks)
+    assert caplog.text.count("more memory than was reserved") == 1
+
+
+def test_a_rung_holds_decodes_at_the_full_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All numbers of sequences up to the most, at all contexts; room for short contexts is little."""
+    from octavo.kernels.triton.inputs import prepare
+
+    shape = Shape(windows=(None, 3000), heads=8, kv_heads=2)
+    layout, context = shape.layout(), 40_000
+    ladder = sizes_of(48, layout, 8, context)
+    for n in (1, 2, 3, 8, 11, 31, 33, 48):
+        for position in (0, 900, 5000, context - 1):
+            batch = decodes(n, position, layout)
+            fitting = next(sizes for sizes in ladder if sizes.hold(prepare(batch, layout, 8).sizes))
+            assert fitting.tokens < 2 * n or fitting.tokens == 48
+            if position < 4000:
+                assert fitting.tokens == next(r for r in rungs(48) if r >= n)
+                assert max(fitting.items) <= 4 * fitting.tokens + 16
+    assert [s for s in ladder if s.tokens == 1][-1].items == (40, 4)
+
+
+def decodes(n: int, position: int, layout: Any) -> Batch:
+    """A token of each of n sequences, all at one position."""
+    each, held = np.arange(n + 1, dtype=np.int32), position // layout.block_size + 1
+    table = np.zeros(n * held, np.int32), each * held
+    return Batch(each[:-1], each[:-1] * 0 + position, each, [table] * len(layout.groups), each[:-1])
 
 
 def test_rungs_waste_an_eighth_at_most() -> None:

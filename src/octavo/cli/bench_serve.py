@@ -23,6 +23,7 @@ from octavo.loadgen.figures import Figures, Goals, draw
 from octavo.loadgen.http import Address, Client
 from octavo.loadgen.prompts import WORDS, Writer
 from octavo.loadgen.traffic import Lengths, Planned, Prefixes, drawn, limited, traced
+from octavo.server.fingerprint import Fingerprint
 
 SPARE_FILES = 64
 INTERRUPTED = 130
@@ -38,7 +39,7 @@ def run(url: str, load: dict[str, Any]) -> int:
     client = Client(Address.of(url), headers)
     drive, model = asyncio.run(_measure(config, client))
     figures = Figures.of(drive, goals)
-    _print(figures)
+    _print(figures, _fingerprint(drive))
     _keep(config, url, model, figures, drive)
     if drive.gone is not None:
         raise EngineError(f"{client.address} has gone: {drive.gone}; the figures are of what was measured until then")
@@ -148,8 +149,15 @@ class _Progress:
         self._bar.refresh()
 
 
-def _print(figures: Figures) -> None:
-    rows(figures.rows())
+def _fingerprint(drive: Drive) -> str | None:
+    """What the server computes with, if it says."""
+    return next((r.fingerprint for r in drive.records if r.fingerprint), None)
+
+
+def _print(figures: Figures, fingerprint: str | None) -> None:
+    told = Fingerprint.parse(fingerprint or "")
+    given_up = told is not None and told.compute == "cublas"
+    rows([*figures.rows(), *([("gemm", "cublas: bytes depend on the batch")] if given_up else [])])
     print()
     columns(figures.table())
     if figures.lag is not None and figures.lag.p99 > 50:
@@ -163,6 +171,7 @@ def _keep(config: LoadConfig, url: str, model: str, figures: Figures, drive: Dri
         report = {
             "when": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "asked": asked,
+            "system_fingerprint": _fingerprint(drive),
             **figures.report(drive.records, drive.began),
         }
         try:

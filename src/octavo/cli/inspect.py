@@ -49,7 +49,8 @@ def _plan(config: EngineConfig, layout: KVLayout, context: int, weights: int) ->
         return plan_memory(config, layout, context, weights)
     gpu = usable_gpus()[0]
     name = f"GPU {gpu.name}, before a step's working memory"
-    return plan_gpu_memory(config, layout, context, GpuMemory(name, gpu.total, gpu.total - gpu.free, weights, 0))
+    others = gpu.total - (gpu.total if gpu.free is None else gpu.free)
+    return plan_gpu_memory(config, layout, context, GpuMemory(name, gpu.total, others, weights))
 
 
 def _model(checkpoint: Checkpoint) -> list[tuple[str, object]]:

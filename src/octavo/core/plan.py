@@ -108,6 +108,22 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
+class LargestStep:
+    """The most that one step is, whatever the load: the scheduler keeps to it, and executors make room for it once.
+
+    So many ``tokens``, in ``rows`` of one sequence each, of which so many ``logits`` are wanted; a row sees positions
+    before ``context``.  The tokens are the budget's most; the rows those of the sequences that may run at a time; each
+    row wants one of its logits and one more for each draft, but for scored chunks, which together want no more than
+    ``most_logits`` of the scheduler.
+    """
+
+    tokens: int
+    rows: int
+    logits: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log-probabilities at one position, of the raw logits: the chosen token's, its rank, and the best ones.
 

@@ -12,8 +12,9 @@ from octavo.config import EngineConfig, format_size
 from octavo.decode.lookup import PromptLookup
 from octavo.engine.backends import make_backend
 from octavo.engine.engine import Engine
+from octavo.engine.gpu_memory import room_for
 from octavo.engine.intake import Intake
-from octavo.engine.load import context_of, layout_of, load, most_logits
+from octavo.engine.load import context_of, largest_of, layout_of, load, most_logits
 from octavo.engine.memory import MemoryPlan, plan_swap
 from octavo.engine.persist import open_disk
 from octavo.engine.ranks import load_parallel
@@ -102,9 +103,10 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
         program, memory = load(checkpoint, config, backend, layout, packed)
         host = plan_swap(config, layout, memory.blocks)
         store, files = (open_disk(checkpoint, layout, config, backend) or (None, 0)) if config.kv_disk else (None, 0)
-        executor = LocalExecutor(backend, program, layout, memory.blocks, banned, host, store)
         recorded = (lambda done, total: progress("recording", done, total)) if progress else None
-        program.prepare(executor.blocks, config.max_running, recorded)
+        with room_for("when the KV cache and the graphs had their turn", backend, config, checkpoint.nbytes):
+            executor = LocalExecutor(backend, program, layout, memory.blocks, banned, host, store)
+            program.prepare(executor.blocks, largest_of(checkpoint, config), recorded)
     kv = KV(memory.blocks, config.block_size, layout.windows, config.prefix_cache, host_slots=host, disk_slots=files)
     if store is not None and kv.disk is not None:
         store.adopt(kv.disk.adopt(store.files()))

@@ -156,7 +156,7 @@ class Engine:
         began = self.clock.now()
         if self.drafter is not None:
             self._draft(self.drafter)
-        decision = self.scheduler.decide(began, self.budget.step(len(self.scheduler.running)))
+        decision = self.scheduler.decide(began, self.budget.step(self.scheduler.computing))
         plan = self.scheduler.commit(decision, self.counters.steps, self._draws)
         if not plan.rows and not (self.kv.disk and self.kv.disk.flights):
             raise RuntimeError(f"a step without progress: {self.scheduler.running} run, {self.scheduler.waiting} wait")

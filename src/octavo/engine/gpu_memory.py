@@ -2,56 +2,58 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 from octavo.config import EngineConfig, format_size
 from octavo.core.layout import KVLayout
-from octavo.engine.memory import MemoryPlan, planned, sizing
+from octavo.core.plan import LargestStep
+from octavo.engine.memory import MemoryPlan, plan_swap, planned, sizing
 from octavo.errors import ConfigError
 from octavo.kernels.backend import Backend, Program
 from octavo.paging.kv import KV
 from octavo.schedule.budget import HIGHEST, LOWEST
 
 
-@dataclass(frozen=True)
-class LargestStep:
-    """The most that one step computes: tokens in so many rows, logits that are wanted, and how far back rows see."""
-
-    tokens: int
-    rows: int
-    logits: int
-    context: int
-
-
 def largest_step(config: EngineConfig, context: int, most_logits: int) -> LargestStep:
-    """A step as the scheduler would make it at the most; ``most_logits``: of one scored chunk."""
+    """What the scheduler keeps to with these settings; ``most_logits``: of the scored chunks of one step."""
     tokens = config.max_batched_tokens or max(HIGHEST, config.max_running + LOWEST)
     rows = min(config.max_running, tokens)
     logits = min(tokens, rows * (1 + (config.speculate or 0)) + most_logits)
-    # Attention's working memory does not grow with the context, so it need not be run over all of a long one.
-    return LargestStep(tokens, rows, logits, min(context, 32768))
+    return LargestStep(tokens, rows, logits, context)
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """What takes a GPU's memory, in bytes: others (programs, and what the driver keeps), weights, a largest step."""
+    """What takes a GPU's memory, in bytes.
+
+    ``others``: programs, and what the driver keeps; the weights; the largest step; the graphs of small ones with their
+    inputs; the buffers in which blocks wait for the way to the host.
+    """
 
     name: str
     total: int
     others: int
     weights: int
-    step: int
+    step: int = 0
+    graphs: int = 0
+    swap: int = 0
 
     @property
     def taken(self) -> int:
-        return self.others + self.weights + self.step
+        return self.others + self.weights + self.step + self.graphs + self.swap
 
     def describe(self) -> str:
-        return (
-            f"weights {format_size(self.weights)}, a largest step {format_size(self.step)}, "
-            f"others {format_size(self.others)}"
-        )
+        parts = {
+            "weights": self.weights,
+            "a largest step": self.step,
+            "graphs": self.graphs,
+            "swap buffers": self.swap,
+            "others": self.others,
+        }
+        return ", ".join(f"{name} {format_size(size)}" for name, size in parts.items() if size)
 
 
 def plan_gpu_memory(config: EngineConfig, layout: KVLayout, context: int, gpu: GpuMemory) -> MemoryPlan:
@@ -98,17 +100,52 @@ def on_gpu(backend: Backend) -> bool:
     return backend.name.startswith("triton") and cast(Any, backend).device.type == "cuda"
 
 
-def gpu_memory(backend: Any, weights: int | None = None, step: int = 0) -> GpuMemory:
-    """What takes the GPU's memory now; ``weights`` if they are still to come."""
+def gpu_memory(backend: Any, weights: int, swap: int = 0) -> GpuMemory:
+    """What takes the GPU's memory now, and will when the weights have come."""
     from octavo.kernels.triton.profile import memory_of
 
-    name, total, others, own = memory_of(backend.device)
-    return GpuMemory(name, total, others, own if weights is None else weights, step)
+    held = memory_of(backend.device)
+    return GpuMemory(held.name, held.total, held.others, weights, swap=swap)
 
 
-def step_memory(backend: Any, program: Program, layout: KVLayout, most: LargestStep) -> int:
-    """Bytes that the largest step takes beside weights and blocks, found by running it."""
-    from octavo.kernels.triton.profile import largest_batch, largest_samples, step_bytes
+def measured_memory(
+    backend: Any, program: Program, layout: KVLayout, most: LargestStep, coming: GpuMemory
+) -> GpuMemory:
+    """What takes the GPU's memory once the weights are there, found by running the largest step.
 
-    batch = largest_batch(layout, most.tokens, most.rows, most.logits, most.context)
-    return step_bytes(backend, program, layout, backend.device, batch, largest_samples(len(batch.logits_at)))
+    Raises whatever torch raises where that step does not fit.
+    """
+    from octavo.kernels.triton.profile import measure
+
+    found = measure(backend, program, layout, backend.device, most)
+    return coming if found is None else replace(coming, **asdict(found))
+
+
+def swap_buffers(config: EngineConfig, layout: KVLayout) -> int:
+    """Bytes on the GPU that blocks wait in on their way to the host tier."""
+    from octavo.kernels.triton.swap import waiting_room
+
+    size = layout.block_bytes
+    return 2 * waiting_room(size) * size if plan_swap(config, layout, 1 << 40) else 0
+
+
+@contextmanager
+def room_for(what: str, backend: Backend, config: EngineConfig, needed: int) -> Iterator[None]:
+    """Memory that runs out in here is a ConfigError that says what the GPU has, and what works instead.
+
+    ``needed``: bytes that this process can't do without.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # as torch's own and CUDA's
+        if not on_gpu(backend) or "out of memory" not in str(error):
+            raise
+        gpu = gpu_memory(backend, needed)
+        raise ConfigError(
+            f"{gpu.name} ran out of memory {what}: of its {format_size(gpu.total)} others have "
+            f"{format_size(gpu.others)}, and the weights alone need {format_size(needed)} beside a KV cache and a "
+            f"step of {config.max_batched_tokens or HIGHEST} tokens; fewer other programs on it, smaller weights, a "
+            "lower max_batched_tokens or gpu_memory, or tensor_parallel over more GPUs would make room, and device cpu "
+            "works without",
+            "gpu_memory",
+        ) from error

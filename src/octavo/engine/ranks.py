@@ -16,6 +16,7 @@ from typing import Any
 
 from octavo.config import EngineConfig
 from octavo.engine.backends import make_backend, settled
+from octavo.engine.gpu_memory import room_for
 from octavo.engine.load import layout_of, load
 from octavo.engine.memory import MemoryPlan, plan_swap, planned
 from octavo.errors import OctavoError
@@ -28,6 +29,7 @@ from octavo.loading import open_model
 from octavo.loading.checkpoint import Checkpoint
 
 TIMEOUT = 120.0  # seconds that a rank waits for the others in an exchange
+NO_ROOM = "when the KV cache was taken"
 GRACE = 5.0  # more of them, after which a step is broken off from outside
 
 
@@ -70,7 +72,8 @@ def load_parallel(
             memory = planned(config, memory.layout, memory.context, fewest, f"{memory.why}, of the fullest", "")
         host = plan_swap(config, layout_of(checkpoint, config), memory.blocks)
         team.tell(("store", (memory.blocks, host)))
-        executor = ParallelExecutor(team, TIMEOUT + GRACE, backend, program, own, memory.blocks, banned, host)
+        with room_for(NO_ROOM, backend, config, checkpoint.nbytes // config.tensor_parallel):
+            executor = ParallelExecutor(team, TIMEOUT + GRACE, backend, program, own, memory.blocks, banned, host)
         team.hear()
         return executor, memory, host
     except BaseException as error:
@@ -114,7 +117,8 @@ def work(order: Order, pipe: Connection) -> None:
         program, memory = load(checkpoint, order.config, backend, own)
         pipe.send(("blocks", memory.blocks))
         _, (blocks, host) = pipe.recv()
-        executor = LocalExecutor(backend, program, own, blocks, (), host)
+        with room_for(NO_ROOM, backend, order.config, checkpoint.nbytes // order.config.tensor_parallel):
+            executor = LocalExecutor(backend, program, own, blocks, (), host)
         pipe.send(("ready", None))
         follow(executor, pipe)
     finally:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from octavo.core.layout import KVLayout
+from octavo.core.plan import LargestStep
 
 Value = Any  # a backend's activation, [rows, width]; opaque to the decoder
 Weight = Any  # a packed matrix
@@ -104,8 +105,12 @@ class Program(Protocol):
         The result may be a view of a buffer that the next run overwrites.
         """
 
-    def prepare(self, blocks: Blocks, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
-        """Whatever makes steps of up to so many tokens over these blocks faster; ``progress`` hears (done, of)."""
+    def reserve(self, most: LargestStep) -> None:
+        """Take the memory that the largest step needs now, if it is not taken as steps come."""
+
+    def prepare(self, blocks: Blocks, most: LargestStep, progress: Callable[[int, int], None] | None = None) -> None:
+        """Whatever makes steps over these blocks faster, those above all in which each sequence has one token;
+        ``progress`` hears (done, of)."""
 
 
 @dataclass

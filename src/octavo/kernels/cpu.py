@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from octavo.core.layout import KVLayout
+from octavo.core.plan import LargestStep
 from octavo.kernels.backend import Batch, Ops, SampleBatch, Sampled
 from octavo.kernels.select import load_kernels
 from octavo.kernels.threads import choose_threads
@@ -131,7 +132,10 @@ class CpuProgram:
         """Memory that activations take at the largest step so far."""
         return int(self.native.workspace_bytes)
 
-    def prepare(self, blocks: Array, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
+    def reserve(self, most: LargestStep) -> None:
+        pass
+
+    def prepare(self, blocks: Array, most: LargestStep, progress: Callable[[int, int], None] | None = None) -> None:
         pass
 
     def run(self, batch: Batch, blocks: Array) -> Array:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from octavo.core.layout import KVLayout
+from octavo.core.plan import LargestStep
 from octavo.errors import ConfigError
 from octavo.kernels.backend import Backend, Batch, Blocks, Logits, Ops, SampleBatch, Sampled
 
@@ -104,7 +105,7 @@ class ParallelBackend:
     def __init__(self, inner: Backend, ranks: Ranks) -> None:
         self.inner, self.ranks = inner, ranks
         self.name = inner.name
-        self.device = getattr(inner, "device", None)
+        self.device, self.gpu = getattr(inner, "device", None), getattr(inner, "gpu", None)
 
     @property
     def build(self) -> str:
@@ -182,8 +183,11 @@ class ParallelProgram:
         self.owner: Array = np.empty(0, np.int32)
         self._inner = backend.inner.program(lambda ops: build(ParallelOps(self, ops)), layout, heads)
 
-    def prepare(self, blocks: Blocks, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
-        self._inner.prepare(blocks, tokens, progress)
+    def reserve(self, most: LargestStep) -> None:
+        self._inner.reserve(most)
+
+    def prepare(self, blocks: Blocks, most: LargestStep, progress: Callable[[int, int], None] | None = None) -> None:
+        self._inner.prepare(blocks, most, progress)
 
     def run(self, batch: Batch, blocks: Blocks) -> Logits:
         first, last = self.vocab[self.ranks.rank], self.vocab[self.ranks.rank + 1]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from octavo.core.layout import KEY_GROUP, KVLayout
+from octavo.core.plan import LargestStep
 from octavo.kernels import reference_sample
 from octavo.kernels.backend import Batch, Ops, SampleBatch, Sampled
 from octavo.kernels.dequant import bfloat16_to_float32, dequantize, float32_to_bfloat16
@@ -82,7 +83,10 @@ class ReferenceProgram:
     heads: int
     dtype: np.dtype
 
-    def prepare(self, blocks: Array, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
+    def reserve(self, most: LargestStep) -> None:
+        pass
+
+    def prepare(self, blocks: Array, most: LargestStep, progress: Callable[[int, int], None] | None = None) -> None:
         pass
 
     def run(self, batch: Batch, blocks: Array) -> Array:

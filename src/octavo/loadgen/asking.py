@@ -21,6 +21,7 @@ class Record:
     """What became of a request.  Times are seconds on one clock that never goes back.
 
     ``gaps``: between one piece of the answer and the next; a piece is a token unless the server joins some.
+    ``fingerprint``: what the server says that it computes with (OpenAI's system_fingerprint).
     ``failure``: a short kind to count it by, ``error`` what was said; both None for a whole answer.
     """
 
@@ -35,6 +36,7 @@ class Record:
     output_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: str | None = None
+    fingerprint: str | None = None
     failure: str | None = None
     error: str | None = None
     retry_after: float | None = None
@@ -106,6 +108,7 @@ class Listener:
                 raise Broken("error in the stream", said(data))
             if message.get("usage"):
                 self._usage(message["usage"])
+                self.record.fingerprint = message.get("system_fingerprint")
             for choice in message.get("choices") or ():
                 self._choice(choice, now)
         except (ValueError, AttributeError, TypeError, KeyError):

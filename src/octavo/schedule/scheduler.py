@@ -40,7 +40,8 @@ class Scheduler:
     """Owns: the running and the waiting sequences, and the policy that orders them.
 
     Promises: ``decide`` is pure; ``commit`` cannot fail; the best-ranked unfinished sequence is in every step; memory
-    is taken from the worst rank and never from a sequence that this step serves; no plan is undone.
+    is taken from the worst rank and never from a sequence that this step serves; no plan is undone; no step is larger
+    than :class:`octavo.core.plan.LargestStep` says.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Scheduler:
         self.kv = kv
         self.policy = policy or Policy()
         self.max_running = max_running
-        self.most_logits = most_logits  # logits rows of a scoring chunk
+        self.most_logits = most_logits  # logits rows of the scored chunks of one step
         self.running: list[Sequence] = []
         self.waiting: list[Sequence] = []
         self.swap_pays = swap_pays  # whether moving a victim's blocks is cheaper than computing them again
@@ -114,6 +115,11 @@ class Scheduler:
         return all(s.parked for s in self.running) and all(s.parked for s in self.waiting)
 
     # ---- deciding --------------------------------------------------------------------------------------------------
+
+    @property
+    def computing(self) -> int:
+        """How many of those that run may have a row in one step.  Sessions at rest and parked beams run beside them."""
+        return min(len(self.running), self.max_running)
 
     def decide(self, now: float, budget: int) -> Decision:
         return _Round(self, now, budget).decide()
@@ -215,6 +221,7 @@ class _Round:
         self.end = len(self.running)  # victims have been taken from here on
         self.active = sum(not s.parked for s in self.running)  # before `end`, those that compute
         self.left = budget
+        self.scores = scheduler.most_logits  # logits that scored chunks may still want
         self.computing: dict[bytes, bool] = {}  # keys of the blocks that this step's rows compute
         self.coming: dict[bytes, bool] = {}  # keys of the blocks that this step asks the disk for
         self.awaiting = 0  # deferred ones that will want to run when the blocks are there
@@ -299,8 +306,9 @@ class _Round:
                 self.decision.rows[i] = sequence, start, end
 
     def _room(self) -> bool:
-        """Whether budget is left; the first row of a step always has it."""
-        return self.left > 0 or not self.decision.rows
+        """Whether budget is left and another row may be; the first row of a step always has it."""
+        rows = len(self.decision.rows)
+        return not rows or (self.left > 0 and rows < self.scheduler.max_running)  # beams may be more, once unparked
 
     def _limit(self, sequence: Sequence, start: int) -> int:
         """The furthest end that the token budget allows; decodes behind the cursor keep their token."""
@@ -311,7 +319,7 @@ class _Round:
         if not self.decision.rows:
             share = max(share, 1)
         if sequence.scoring:
-            share = min(share, self.scheduler.most_logits)
+            share = min(share, self.scores)
         return min(stop, start + share)
 
     def _fitting(self, sequence: Sequence, start: int, limit: int, attached: int) -> int:
@@ -355,6 +363,7 @@ class _Round:
     def _serve(self, sequence: Sequence, start: int, stop: int, attached: int) -> None:
         self.draft.extend(sequence, start, stop, attached)
         self.left -= stop - start
+        self.scores -= stop - start if sequence.scoring else 0
         self.decision.rows.append((sequence, start, stop))
         length = len(sequence.tokens)
         if length - start > 1 and self.kv.prefix_cache:
@@ -405,6 +414,8 @@ class _Round:
         if self._full(self.awaiting) and not self._outranks_running(sequence):
             return False
         if not self._room() or (self.decision.rows and self.left <= self.decoding):
+            return False
+        if sequence.scoring and self.scores <= 0:
             return False
         match = self.kv.match(sequence)
         start = match.length if match else 0

@@ -24,7 +24,7 @@ class Fingerprint:
     """What two servers have in common if they give the same request the same bytes.
 
     - ``version``: Octavo's; it stands for everything written in Python
-    - ``backend``: whose kernels, and for which instruction set or GPU: ``cpu-avx512_vnni``, ``triton-sm90``, or
+    - ``backend``: whose kernels, and for which instruction set or GPU: ``cpu-avx512_vnni``, ``triton-sm_90``, or
       ``reference``
     - ``build``: a hash of the kernels' code
     - ``weights``: a hash of the model's files, tokenizer and template included, and of the spec made of them

@@ -23,6 +23,8 @@ async def health(http: Request) -> Response:
     service, limit = state.llm.service, state.settings.stall_limit
     stalled = service.stalled()
     body: dict[str, Any] = {"status": "ok", "seconds_without_progress": round(stalled, 3)}
+    if (gpu := getattr(getattr(state.llm.parts.engine.executor, "backend", None), "gpu", None)) is not None:
+        body["gpu"] = gpu
     if state.llm.parts.config.gemm == "cublas":
         body["gemm"] = "cublas: the same request may get other bytes in another batch"
     if not service.alive:

@@ -15,6 +15,7 @@ Online softmax after Milakov and Gimelshein (2018), tiles after Dao et al. (2022
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -247,6 +248,35 @@ def plan(batch: Batch, layout: KVLayout, heads: int, window: int | None) -> Work
     none = np.zeros(int(cut.sum()), np.int32)
     joins = np.stack([token0[cut], tokens[cut], pair[cut], first[cut], pieces[cut], pairs[cut], none, none], axis=1)
     return Work(items.astype(np.int32), joins.astype(np.int32), row[of])
+
+
+@dataclass(frozen=True)
+class Most:
+    """The most work that :func:`plan` makes of a step: ``whole`` tiles, and ``pieces`` more of those that are cut."""
+
+    whole: int
+    pieces: int
+
+    @property
+    def items(self) -> int:
+        return self.whole + self.pieces
+
+    @property
+    def joins(self) -> int:
+        return min(self.whole, self.pieces)  # each that is cut has a piece more at least
+
+    @staticmethod
+    def of(tokens: int, rows: int, layout: KVLayout, heads: int, window: int | None, context: int) -> Most:
+        """Of up to so many tokens in up to so many rows, at positions before ``context``."""
+        share, tile = heads // layout.kv_heads, shape_of(layout)["TILE"]
+        # ceil(n / 64) is (n + 63) / 64 at the most; and a row has no more tiles than its tokens would have apart.
+        whole = min((tokens * share + (ROWS - 1) * min(rows, tokens)) // ROWS, tokens * -(-share // ROWS))
+        across = -(-context // SPLIT)
+        if window:  # from the first token's window, which begins with a tile, to the last token's end
+            length = (ROWS - 1) // share + 1 + window + tile - 1
+            across = min(across, (length - 2) // SPLIT + 2)
+        # A piece has a row of scratch for each pair of its tile, and of these there are a multiple of the divisor.
+        return Most(whole, min(whole * (across - 1), SCRATCH // math.gcd(share, ROWS)))
 
 
 def at_tables(work: Work, offsets: Array) -> Work:

@@ -12,8 +12,10 @@ import torch
 import triton
 from torch import Tensor
 
+from octavo.config import format_size
 from octavo.core.layout import KVLayout
 from octavo.core.plan import DEVICE
+from octavo.errors import ConfigError
 from octavo.kernels.backend import Ops, SampleBatch, Sampled
 from octavo.kernels.triton import interpreter, move, weights
 from octavo.kernels.triton import sample as sampling
@@ -35,6 +37,8 @@ class TritonBackend:
         if gemm not in ("fixed", "cublas"):
             raise ValueError(f"gemm is fixed or cublas, not {gemm}")
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.index is not None:  # launches, pinned memory and streams go by the current device
+            torch.cuda.set_device(self.device)
         self.gemm = gemm
         interpreter.repair()
         self.swap = Swap(self.device)
@@ -46,6 +50,14 @@ class TritonBackend:
             return "interpreted"
         major, minor = torch.cuda.get_device_capability(self.device)
         return f"sm_{major}{minor}"
+
+    @cached_property
+    def gpu(self) -> str | None:
+        """What computes, for people; of two GPUs of one capability the answers are the same, unless by cuBLAS."""
+        if self.device.type == "cpu":
+            return None
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return f"{torch.cuda.get_device_name(self.device)}, compute capability {major}.{minor}"
 
     @cached_property
     def build(self) -> str:
@@ -68,10 +80,20 @@ class TritonBackend:
         return TritonProgram(build, layout, heads, self.device, library=self.gemm == "cublas")
 
     def store(self, count: int, nbytes: int, tier: int) -> Tensor:
-        """On the device, or in pinned host memory, which the device reads and writes too."""
+        """On the device, or in pinned host memory, which the device reads and writes too.
+
+        Raises ConfigError if so much of the host's memory can't be pinned.
+        """
         if tier == DEVICE:
             return torch.empty(count, nbytes, dtype=torch.uint8, device=self.device)
-        host = torch.empty(count, nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        try:
+            host = torch.empty(count, nbytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+        except RuntimeError as error:
+            raise ConfigError(
+                f"a host tier of {format_size(count * nbytes)} can't be had in memory that the GPU reads "
+                f"({str(error).splitlines()[0]}); a smaller swap_memory works, or 0, which is none",
+                "swap_memory",
+            ) from error
         self._hosts.add(host.data_ptr())
         return host
 

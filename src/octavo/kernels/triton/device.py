@@ -28,28 +28,29 @@ INSTALL = "pip install '.[gpu]' in a clone of Octavo"
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that Octavo can compute on."""
+    """A GPU that Octavo can compute on; how much is ``free`` only if it was asked."""
 
     index: int
     name: str
     capability: tuple[int, int]
-    free: int
+    free: int | None
     total: int
 
     def __str__(self) -> str:
         major, minor = self.capability
-        return (
-            f"{self.index}: {self.name}, {format_size(self.free)} of {format_size(self.total)} free, "
-            f"compute capability {major}.{minor}"
-        )
+        size = format_size(self.total)
+        memory = size if self.free is None else f"{format_size(self.free)} of {size} free"
+        return f"{self.index}: {self.name}, {memory}, compute capability {major}.{minor}"
 
 
 class Unusable(Exception):
     """Why a GPU cannot be computed on: what was found and what is needed, without a full stop."""
 
 
-def choose_device(device: str, backend: str, count: int = 1) -> str:
+def choose_device(device: str, backend: str, count: int = 1, own: int = 0) -> str:
     """ "cpu" or "cuda".  Raises ConfigError in one sentence where ``count`` GPUs were asked for and can't be had.
+
+    ``own``: the one of them that this process computes on.
 
     With "auto" a GPU is taken if all is well with it; if there is a driver but something is amiss, a warning says what.
     """
@@ -62,7 +63,7 @@ def choose_device(device: str, backend: str, count: int = 1) -> str:
     if device == "auto" and not driver_seen():
         return "cpu"
     try:
-        gpus = usable_gpus(count)
+        gpus = usable_gpus(count, own)
     except Unusable as problem:
         if device == "cuda":
             raise ConfigError(f"device cuda: {problem}; --device cpu works instead", "device") from None
@@ -107,8 +108,11 @@ def driver_version(root: Path = Path("/")) -> str:
     return found[1] if found else ""
 
 
-def usable_gpus(count: int = 1) -> list[Gpu]:
-    """The first ``count`` GPUs; raises Unusable unless Octavo can compute on all of them."""
+def usable_gpus(count: int = 1, own: int | None = 0) -> list[Gpu]:
+    """The first ``count`` GPUs; raises Unusable unless Octavo can compute on all of them.
+
+    Only ``own``, if any, is asked for its memory: that takes some of it for this process, of no use on the others.
+    """
     if not driver_seen():
         raise Unusable("no driver of NVIDIA's is found on this machine, and a GPU with one is needed")
     torch = _torch()
@@ -122,7 +126,7 @@ def usable_gpus(count: int = 1) -> list[Gpu]:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         limit = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
         raise Unusable(f"torch finds {found} GPUs{limit}, and {count} are needed")
-    return [_gpu(torch, index) for index in range(count)]
+    return [_gpu(torch, index, index == own) for index in range(count)]
 
 
 def _torch() -> Any:
@@ -155,9 +159,9 @@ def _mismatch(torch: Any, words: str) -> str:
     )
 
 
-def _gpu(torch: Any, index: int) -> Gpu:
-    name = torch.cuda.get_device_name(index)
-    major, minor = torch.cuda.get_device_capability(index)
+def _gpu(torch: Any, index: int, own: bool = True) -> Gpu:
+    found = torch.cuda.get_device_properties(index)  # takes none of its memory
+    name, major, minor = found.name, found.major, found.minor
     if (major, minor) < CAPABILITY:
         raise Unusable(
             f"GPU {index}, {name}, has compute capability {major}.{minor}, and "
@@ -169,6 +173,8 @@ def _gpu(torch: Any, index: int) -> Gpu:
             f"GPU {index}, {name}, has compute capability {major}.{minor}, and torch {torch.__version__} is built for "
             f"{', '.join(built)} only, so a newer torch is needed"
         )
+    if not own:
+        return Gpu(index, name, (major, minor), None, found.total_memory)
     try:
         free, total = torch.cuda.mem_get_info(index)
     except Exception as error:

@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from octavo.kernels.triton.rounding import narrow
+from octavo.kernels.triton.rounding import narrow, put
 from octavo.kernels.triton.weights import Grouped, Matrix, Weight
 
 
@@ -254,15 +254,16 @@ def _library(
     out: torch.Tensor,
     column: int,
 ) -> None:
-    if w.data.dtype is torch.float16 and x.dtype is torch.float32:
-        x = torch.where(x.isinf(), x, x.clamp(-65504, 65504))
-    y = torch.mm(x.to(w.data.dtype), w.data.t()).float()
+    if x.dtype is not w.data.dtype:
+        x, wide = torch.empty_like(x, dtype=w.data.dtype), x
+        put(wide, x)
+    y = torch.mm(x, w.data.t()).float()
     columns = slice(column, column + w.rows)
     if bias is not None:
         y += bias[columns]
     if residual is not None:
         y += residual[:, columns]
-    out[:, columns].copy_(y)
+    put(y, out[:, columns])
 
 
 def _dense(

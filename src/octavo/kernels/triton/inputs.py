@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from octavo.core.layout import KVLayout
+from octavo.core.plan import LargestStep
 from octavo.kernels.backend import Batch
 from octavo.kernels.triton import attention
 
@@ -25,6 +26,18 @@ class Sizes:
     items: tuple[int, ...]
     joins: tuple[int, ...]
     ids: int
+
+    @staticmethod
+    def of(most: LargestStep, layout: KVLayout, heads: int) -> Sizes:
+        """The most of each that a step can have."""
+        work = {
+            window: attention.Most.of(most.tokens, most.rows, layout, heads, window, most.context)
+            for window in dict.fromkeys(layout.windows)
+        }
+        items = tuple(work[window].items for window in layout.windows)
+        joins = tuple(work[window].joins for window in layout.windows)
+        ids = most.rows * -(-most.context // layout.block_size) * len(layout.groups)
+        return Sizes(most.tokens, most.logits, items, joins, ids)
 
     def hold(self, other: Sizes) -> bool:
         """Whether as many as ``other`` has fit."""
@@ -129,7 +142,9 @@ class Inputs:
         first, length = sizes.places()[-1]
         if self._staged and first + length <= len(self.packed):
             return
-        room = 1 << (first + length - 1).bit_length()
+        needed = first + length
+        unit = max(1024, 1 << needed.bit_length() - 4)  # a little more is taken, so that it does not grow each time
+        room = -(-needed // unit) * unit
         on_gpu = self.device.type == "cuda"
         for event in self._sent:
             event.synchronize()

@@ -29,7 +29,10 @@ def move(blocks: torch.Tensor, pairs: np.ndarray, device: torch.device) -> None:
 
 
 def pairs_on(pairs: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(pairs, np.int32)).to(device)
+    """On a GPU by way of pinned memory, so that the CPU does not wait for what runs there; torch keeps that memory from
+    being taken again until the copy has ended."""
+    there = torch.from_numpy(np.ascontiguousarray(pairs, np.int32))
+    return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
 
 
 def copy(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -11,14 +12,18 @@ import torch
 from torch import Tensor
 
 from octavo.core.layout import KVLayout
+from octavo.core.plan import LargestStep
 from octavo.kernels.backend import Batch, Ops
 from octavo.kernels.triton import attention, gate, gemm, norm, rope_write
 from octavo.kernels.triton.attention import Scratch
 from octavo.kernels.triton.cache import Cache, check, computed
 from octavo.kernels.triton.embed import embed, pick
-from octavo.kernels.triton.inputs import Inputs, Step, prepare
-from octavo.kernels.triton.ladder import Ladder
+from octavo.kernels.triton.inputs import Inputs, Sizes, Step, prepare
+from octavo.kernels.triton.ladder import TABLES, Ladder, sizes_of
+from octavo.kernels.triton.rounding import put
 from octavo.kernels.triton.weights import Weight
+
+log = logging.getLogger("octavo.kernels")
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,7 @@ class Recorder:
         """For tensor parallelism: what ``work`` makes of x, see :mod:`octavo.kernels.parallel`."""
 
         def launch(at: Where, out: Tensor, x: Tensor) -> None:
-            out.copy_(work(x))
+            put(work(x), out)
 
         self.exchanges = True
         return self._record(x.width if width is None else width, (x,), launch)
@@ -190,25 +195,21 @@ class Recorder:
 
 
 class Buffers:
-    """Owns: the activations' memory, which grows to the largest step so far."""
+    """Owns: the activations' memory, for so many tokens and logits."""
 
-    def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
+    def __init__(self, slots: Sequence[Slot], device: torch.device, tokens: int = 0, logits: int = 0) -> None:
         self.slots, self.device = slots, device
-        self.tokens = self.logits = 0
-        self.tensors: list[Tensor] = []
-
-    def reserve(self, tokens: int, logits: int) -> bool:
-        """Room for so many; whether what was there before is gone."""
-        if self.tensors and tokens <= self.tokens and logits <= self.logits:
-            return False
-        tokens, logits = max(self.tokens, tokens), max(self.logits, logits)
-        # Let go before as much is taken again; if that fails, a smaller step may still find room.
-        self.tensors, self.tokens, self.logits = [], 0, 0
-        self.tensors = [
-            torch.empty(logits if s.logits else tokens, s.width, dtype=s.dtype, device=self.device) for s in self.slots
-        ]
         self.tokens, self.logits = tokens, logits
-        return True
+        self.tensors = [
+            torch.empty(logits if s.logits else tokens, s.width, dtype=s.dtype, device=device) for s in slots
+        ]
+
+    def hold(self, tokens: int, logits: int) -> bool:
+        return tokens <= self.tokens and logits <= self.logits
+
+    def grown(self, tokens: int, logits: int) -> Buffers:
+        """Others, with room for so many at least."""
+        return Buffers(self.slots, self.device, max(self.tokens, tokens), max(self.logits, logits))
 
     def of(self, slot: Slot, step: Step) -> Tensor:
         return self.tensors[slot.buffer][: len(step.logits_at) if slot.logits else len(step.tokens)]
@@ -217,8 +218,9 @@ class Buffers:
 class TritonProgram:
     """A recorded decoder.
 
-    Owns: the record, the activations' memory, the step's inputs on the device.  Promises: a run writes only the slots
-    of the batch's tokens; its result is a view that the next run overwrites.
+    Owns: the record, the activations' memory, the step's inputs on the device, the ladder of graphs.  Promises: a run
+    writes only the slots of the batch's tokens; its result is a view that the next run overwrites; memory that is
+    reserved for the largest step never moves, and a larger one takes more beside it, so that graphs stay.
     """
 
     def __init__(
@@ -238,41 +240,68 @@ class TritonProgram:
         self.buffers = Buffers(recorder.place(), device)
         self.inputs = Inputs(device)
         self.ladder: Ladder | None = None
+        self.reserved: LargestStep | None = None
         self._address = 0
         self.scratch = Scratch.make(attention.SCRATCH, layout.kv_heads, layout.head_dim, device)
 
-    def prepare(self, blocks: Tensor, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
-        """Records the ladder of graphs for steps of up to so many tokens over these blocks; there are none on a CPU."""
-        if self.device.type == "cuda" and not self.exchanges:
-            self.climb(blocks, tokens, progress)
+    def reserve(self, most: LargestStep) -> None:
+        """Takes the memory that the largest step needs, in place of what was there."""
+        self.ladder = None
+        self.buffers = Buffers(self.buffers.slots, self.device)  # let go before as much is taken again
+        self.buffers = self.buffers.grown(most.tokens, most.logits)
+        sizes = Sizes.of(most, self.layout, self.heads)
+        self.inputs.reserve(replace(sizes, ids=min(sizes.ids, TABLES)))
+        self.reserved = most
 
-    def climb(self, blocks: Tensor, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
+    def prepare(self, blocks: Tensor, most: LargestStep, progress: Callable[[int, int], None] | None = None) -> None:
+        """Records the ladder of graphs for steps of a token of each row over these blocks; there are none on a CPU."""
+        if self.device.type == "cuda" and not self.exchanges:
+            self.climb(blocks, most.rows, most.context, progress)
+
+    def climb(
+        self, blocks: Tensor, tokens: int, context: int, progress: Callable[[int, int], None] | None = None
+    ) -> None:
         """From now on steps of up to so many tokens are padded to rungs of a ladder."""
         self.ladder = None
-        self.buffers.reserve(tokens, tokens)
-        ladder = Ladder(self.device, len(self.layout.groups), tokens)
-        ladder.build(partial(self._launch, Cache.of(blocks, self.layout)), progress)
+        self._make_room(tokens, tokens)
+        launch = partial(self._launch, Cache.of(blocks, self.layout), self.buffers)
+        ladder = Ladder(self.device, sizes_of(tokens, self.layout, self.heads, context), launch)
+        ladder.build(progress)
         self.ladder, self._address = ladder, blocks.data_ptr()
+
+    def descend(self) -> None:
+        """Give up the ladder and its memory."""
+        self.ladder = None
 
     def run(self, batch: Batch, blocks: Tensor) -> Tensor:
         prepared = prepare(batch, self.layout, self.heads)
-        launch = partial(self._launch, Cache.of(blocks, self.layout))
-        if self.buffers.reserve(prepared.sizes.tokens, prepared.sizes.logits):
-            self.ladder = None  # its graphs write where nothing is any more
         if self.ladder is not None and blocks.data_ptr() == self._address:
-            logits = self.ladder.run(prepared, launch)
+            logits = self.ladder.run(prepared)
             if logits is not None:
                 return logits
-        return launch(self.inputs.send(prepared))
+        self._make_room(prepared.sizes.tokens, prepared.sizes.logits)
+        return self._launch(Cache.of(blocks, self.layout), self.buffers, self.inputs.send(prepared))
 
-    def _launch(self, cache: Cache, step: Step) -> Tensor:
+    def _make_room(self, tokens: int, logits: int) -> None:
+        """The ladder, if any, keeps the activations that its graphs know."""
+        if self.buffers.hold(tokens, logits):
+            return
+        if self.reserved is not None:
+            log.warning("a step of %d tokens and %d logits takes more memory than was reserved", tokens, logits)
+            self.reserved = None  # said once
+        room = max(self.buffers.tokens, tokens), max(self.buffers.logits, logits)
+        if self.ladder is None:  # let go before as much is taken again; if that fails, a smaller step may find room
+            self.buffers = Buffers(self.buffers.slots, self.device)
+        self.buffers = self.buffers.grown(*room)
+
+    def _launch(self, cache: Cache, buffers: Buffers, step: Step) -> Tensor:
         where = Where(step, cache, self.scratch)
         for call in self.calls:
             if call.output.logits and not len(step.logits_at):
                 break
-            inputs = [None if x is None else self.buffers.of(x, step) for x in call.inputs]
-            call.launch(where, self.buffers.of(call.output, step), *inputs)
-        logits = self.buffers.of(self.result, step)
+            inputs = [None if x is None else buffers.of(x, step) for x in call.inputs]
+            call.launch(where, buffers.of(call.output, step), *inputs)
+        logits = buffers.of(self.result, step)
         if self.cap and len(logits):
             gate.softcap(logits, self.cap)
         return logits

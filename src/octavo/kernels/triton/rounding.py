@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+
+def put(values: torch.Tensor, out: torch.Tensor) -> None:
+    """Stores ``values`` in the type of ``out``, as :func:`narrow` would: for what torch computes between kernels."""
+    if out.dtype is torch.float16 and values.dtype is torch.float32:
+        values = torch.where(values.isinf(), values, values.clamp(-65504.0, 65504.0))
+    out.copy_(values)
 
 
 @triton.jit

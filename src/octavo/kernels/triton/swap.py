@@ -18,6 +18,11 @@ from octavo.kernels.triton.move import copy, independent, pairs_on
 ASIDE = 64 << 20  # bytes of each of the two buffers that blocks wait in
 
 
+def waiting_room(block_bytes: int) -> int:
+    """How many blocks each of the two buffers has room for."""
+    return max(1, ASIDE // block_bytes)
+
+
 class Swap:
     """Owns: the stream, and two buffers on the device that are filled in turn.
 
@@ -81,9 +86,11 @@ class Swap:
 
     def _reserve(self, blocks: torch.Tensor) -> int:
         """How many blocks there is room for aside."""
-        room, size = max(1, min(ASIDE // blocks.shape[1], len(blocks))), blocks.shape[1]
+        size = blocks.shape[1]
+        room = min(waiting_room(size), len(blocks))
         if not self._aside or self._aside[0].shape[1] != size or len(self._aside[0]) < room:
             self.finish()
+            self._aside = []
             self._aside = [torch.empty(room, size, dtype=torch.uint8, device=self.device) for _ in range(2)]
             self._emptied = [torch.cuda.Event() for _ in range(2)] if self.stream is not None else []
         return len(self._aside[0])
