@@ -16,7 +16,7 @@ from octavo.kernels.triton import attention, gate, gemm, norm, rope_write
 from octavo.kernels.triton.attention import Scratch
 from octavo.kernels.triton.cache import Cache, check, computed
 from octavo.kernels.triton.embed import embed, pick
-from octavo.kernels.triton.inputs import Inputs, Step, prepare
+from octavo.kernels.triton.inputs import Drawn, Inputs, Step, prepare
 from octavo.kernels.triton.ladder import Ladder
 from octavo.kernels.triton.weights import Weight
 
@@ -228,6 +228,7 @@ class TritonProgram:
         heads: int,
         device: torch.device,
         library: bool = False,
+        drawn: Drawn | None = None,
     ) -> None:
         check(layout)
         self.layout, self.heads, self.device = layout, heads, device
@@ -237,6 +238,7 @@ class TritonProgram:
         self.exchanges = recorder.exchanges
         self.buffers = Buffers(recorder.place(), device)
         self.inputs = Inputs(device)
+        self.drawn = drawn or Drawn()
         self.ladder: Ladder | None = None
         self._address = 0
         self.scratch = Scratch.make(attention.SCRATCH, layout.kv_heads, layout.head_dim, device)
@@ -255,7 +257,7 @@ class TritonProgram:
         self.ladder, self._address = ladder, blocks.data_ptr()
 
     def run(self, batch: Batch, blocks: Tensor) -> Tensor:
-        prepared = prepare(batch, self.layout, self.heads)
+        prepared = prepare(batch, self.layout, self.heads, self.drawn.of(batch.tokens))
         launch = partial(self._launch, Cache.of(blocks, self.layout))
         if self.buffers.reserve(prepared.sizes.tokens, prepared.sizes.logits):
             self.ladder = None  # its graphs write where nothing is any more
