@@ -139,9 +139,10 @@ def test_a_session_whose_answer_ended_early(what: str, size: int) -> None:
     for end in range(1, 6):
         prompt = ids(10)
         known = alone(prompt, 20)[0]
-        rig = Rig(pool=80 // size, block_size=size, budget=64, ahead=True)
+        rig = Rig(pool=200 // size, block_size=size, budget=64, ahead=True)
         state = SessionState(rig.engine, rig.intake, array("i", prompt), b"", "")
         request = state.begin(SamplingParams(temperature=0.0, max_tokens=20, stop_token_ids=[known[end]]))
+        neighbour = rig.add(ids(11, 3), 30)
         while not request.finished:
             rig.step()
         assert rig.engine.flight is not None, "there is a row for nobody"
@@ -156,9 +157,7 @@ def test_a_session_whose_answer_ended_early(what: str, size: int) -> None:
         elif what == "append":
             state.append([5, 6])
         elif what == "wait":
-            neighbour = rig.add(ids(11, 3), 4)
             rig.steps(9)
-            assert outputs(neighbour) == alone(ids(11, 3), 4)
         elif what == "fork":
             other.append(state.fork())
             other[1].append([7])
@@ -173,6 +172,7 @@ def test_a_session_whose_answer_ended_early(what: str, size: int) -> None:
         for session in other:
             session.close()
         rig.run()
+        assert outputs(neighbour) == alone(ids(11, 3), 30)
 
 
 # ---- failures --------------------------------------------------------------------------------------------------------
