@@ -23,6 +23,7 @@ from octavo.execute.executor import LocalExecutor
 from octavo.kernels.backend import Batch, Later, SampleBatch
 from octavo.kernels.cpu import CpuBackend
 from octavo.paging.audit import audit_idle
+from octavo.schedule.budget import TokenBudget
 
 
 def test_a_steady_load_runs_ahead() -> None:
@@ -49,6 +50,19 @@ def test_prompts_in_chunks_run_ahead() -> None:
     rig.run()
     for request, tokens in requests:
         assert outputs(request) == tokens
+
+
+def test_decodes_take_turns() -> None:
+    """More of them than the budget: who was served in the step that still runs was served last."""
+    rig = Rig(pool=200, budget=16, ahead=True)
+    requests = [rig.add(ids(2, i), 40) for i in range(5)]
+    rig.steps(3)
+    rig.engine.budget = TokenBudget(2)
+    rig.engine.step()  # submitted before
+    before, ahead = [len(outputs(r)[0]) for r in requests[1:]], rig.engine.counters.steps_ahead
+    rig.steps(12)
+    assert [len(outputs(r)[0]) - n for r, n in zip(requests[1:], before, strict=True)] == [3, 3, 3, 3]
+    assert rig.engine.counters.steps_ahead == ahead + 12
 
 
 @pytest.mark.parametrize("given", [{"repetition_penalty": 1.3}, {"prompt_logprobs": 1}, {"n": 3}])

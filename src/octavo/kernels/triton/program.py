@@ -15,7 +15,7 @@ from octavo.kernels.backend import Batch, Ops
 from octavo.kernels.triton import attention, gate, gemm, norm, rope_write
 from octavo.kernels.triton.attention import Scratch
 from octavo.kernels.triton.cache import Cache, check, computed
-from octavo.kernels.triton.embed import embed, pick
+from octavo.kernels.triton.embed import embed, pick, recall
 from octavo.kernels.triton.inputs import Drawn, Inputs, Step, prepare
 from octavo.kernels.triton.ladder import Ladder
 from octavo.kernels.triton.weights import Weight
@@ -246,6 +246,8 @@ class TritonProgram:
     def prepare(self, blocks: Tensor, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Records the ladder of graphs for steps of up to so many tokens over these blocks; there are none on a CPU."""
         if self.device.type == "cuda" and not self.exchanges:
+            token = torch.zeros(1, dtype=torch.int32, device=self.device)
+            recall(token, token)  # compiled now, not under load
             self.climb(blocks, tokens, progress)
 
     def climb(self, blocks: Tensor, tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
