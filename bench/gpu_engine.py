@@ -48,7 +48,8 @@ class RandomEngine:
         executor = LocalExecutor(backend, program, layout, memory.blocks)
         program.prepare(executor.blocks, largest_of(checkpoint, config))
         kv = KV(memory.blocks, layout.block_size, layout.windows, False)
-        self.engine = Engine(executor, kv, budget=TokenBudget(config.max_batched_tokens), max_running=512)
+        budget = TokenBudget(config.max_batched_tokens)
+        self.engine = Engine(executor, kv, budget=budget, max_running=512, ahead=True)
         self.intake = Intake(
             tokenizer=None,
             vocab=self.spec.vocab,
@@ -76,23 +77,34 @@ class RandomEngine:
 
 
 def decode_rates(made: RandomEngine, sizes: Sizes, limits: Report) -> list[Report]:
-    """Tokens a second of so many sequences that decode together, and the share of what memory and products allow."""
+    """Tokens a second of so many sequences that decode together, and the share of what memory and products allow.
+
+    ``waiting``: the rate when each step is decided only after the one before it has ended.
+    """
     found = []
     for batch in sizes.batches:
-        requests = [made.add(sizes.prompt, sizes.steps + 8, seed) for seed in range(batch)]
+        requests = [made.add(sizes.prompt, 2 * sizes.steps + 16, seed) for seed in range(batch)]
         while any(len(r.branches[0].tokens) <= sizes.prompt for r in requests):
             made.engine.step()
-        for _ in range(2):
-            made.engine.step()
-        began = time.perf_counter()
-        tokens = sum(made.engine.step() for _ in range(sizes.steps))
-        took = time.perf_counter() - began
+        made.engine.ahead = False
+        waiting = _steps_timed(made, sizes.steps)
+        made.engine.ahead = True
+        rate = _steps_timed(made, sizes.steps)
         made.run()
-        context = sizes.prompt + sizes.steps / 2
+        context = sizes.prompt + 1.5 * sizes.steps
         step = least_seconds(made.spec, batch, context, limits)
-        rate = tokens / took
-        found.append({"batch": batch, "rate": rate, "roofline": batch / step, "share": rate * step / batch})
+        share = rate * step / batch
+        found.append({"batch": batch, "rate": rate, "waiting": waiting, "roofline": batch / step, "share": share})
     return found
+
+
+def _steps_timed(made: RandomEngine, steps: int) -> float:
+    """Tokens a second of so many steps, after a few to get going."""
+    for _ in range(3):
+        made.engine.step()
+    began = time.perf_counter()
+    tokens = sum(made.engine.step() for _ in range(steps))
+    return tokens / (time.perf_counter() - began)
 
 
 def least_seconds(spec: ModelSpec, batch: int, context: float, limits: Report) -> float:

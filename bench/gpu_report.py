@@ -101,9 +101,10 @@ def _engine(name: str, gemm: str, model: Report, peers: Report) -> list[str]:
     products = " Products by cuBLAS: bytes depend on the batch." if gemm == "cublas" else ""
     lines += [f"{model['memory']}.{products}", ""]
     cells = [
-        (str(r["batch"]), f"{r['rate']:,.0f}", f"{r['roofline']:,.0f}", f"{r['share']:.0%}") for r in model["decode"]
+        (str(r["batch"]), *(f"{r[what]:,.0f}" for what in ("rate", "waiting", "roofline")), f"{r['share']:.0%}")
+        for r in model["decode"]
     ]
-    lines += _table(("batch", "tokens/s", "roofline", "share"), cells)
+    lines += _table(("batch", "tokens/s", "without a step ahead", "roofline", "share"), cells)
     own = model["load"]["rate"]
     ways = [("octavo", f"{own:,.0f}", "1")]
     for way in ("one at a time", "best static", "continuous batching"):

@@ -121,6 +121,7 @@ class Rig:
         files: Any = None,
         blind: bool = False,
         drafts: int = 0,
+        ahead: bool = False,
     ) -> None:
         reach = None if None in windows else max(w for w in windows if w is not None)
         self.kv = KV(pool, block_size, windows, prefix_cache, hash, swap, disk)
@@ -143,6 +144,7 @@ class Rig:
             clock=self.clock,
             audited=audited,
             drafter=Guesses(chosen, drafts) if drafts else None,
+            ahead=ahead,
         )
         self.intake = Intake(
             tokenizer=tokenizer,
@@ -191,9 +193,14 @@ class Rig:
         able = [s for s in (*scheduler.running, *scheduler.waiting) if not s.parked]
         best = min(able, key=lambda s: rank(s, self.clock.now()), default=None)
         flights = bool(self.kv.disk and self.kv.disk.flights)
+        begun, planned = self.engine.flight, len(self.executor.plans)
         tokens = self.engine.step()
         self.clock.advance(1.0)
-        plan = self.executor.plans[-1] if best is not None else None
+        known = (s.tokens[-1] >= 0 for s in (*scheduler.running, *scheduler.waiting) if s.tokens)
+        assert all(known), "a token that nobody knows is left"
+        # What was submitted by the step before knows nothing of who has come since.
+        planned = planned if self.engine.ahead else -1
+        plan = self.executor.plans[planned] if best is not None and begun is None else None
         if plan is not None and not flights and not self.fetching:
             assert best is not None
             assert any(row.sequence == best.number for row in plan.rows), f"{best} is the best-ranked, and not served"
@@ -203,7 +210,7 @@ class Rig:
         if self.engine.audited:
             check_index(self)
         for sequence in scheduler.running:
-            held, filled = self.kv.slots(sequence.number, sequence.computed)
+            held, filled = self.kv.slots(sequence.number, self.engine.reached(sequence))
             assert 0 <= held - filled < self.kv.block_size * self.kv.groups, f"{sequence} wastes a block"
         return tokens
 

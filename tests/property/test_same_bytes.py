@@ -39,7 +39,7 @@ class Happened:
 
 
 HAPPENED = Happened()
-SEEDS = 80
+SEEDS = 90
 
 
 def draw(seed: int) -> Load:
@@ -57,6 +57,7 @@ def draw(seed: int) -> Load:
         "hash": rng.choice([chain_hash, chain_hash, six_bits]),
         "prefix_cache": rng.random() < 0.9,
         "drafts": (0, 0, 2, 0, 0, 9)[seed % 6],
+        "ahead": seed % 3 == 0,
     }
     prefixes = [ids(rng.randint(1, 24), s) for s in range(3)]
     requests = []
@@ -106,7 +107,7 @@ def play(load: Load) -> list[tuple[Request, list[int], int, dict[str, Any]]]:
         _one_step(rig, aborts)
     rig.run()
     counters = rig.engine.stats().counters
-    names = ("preemptions", "copies", "evictions", "cached_tokens", "aborted", "finished")
+    names = ("preemptions", "copies", "evictions", "cached_tokens", "aborted", "finished", "steps_ahead")
     for name in (*names, *(("drafted_tokens", "accepted_tokens") if load.rig["drafts"] else ())):
         HAPPENED.add(name, getattr(counters, name))
     HAPPENED.add("deferred", rig.deferred)

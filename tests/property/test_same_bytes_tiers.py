@@ -50,6 +50,7 @@ def drawn_rig(rng: random.Random, windows: tuple[int | None, ...], size: int, fi
         max_running=rng.choice([1, 2, 5, 64]),
         policy=rng.choice(POLICIES),
         drafts=rng.choice([0, 0, 5]),
+        ahead=rng.random() < 0.5,
     )
 
 
@@ -130,6 +131,7 @@ def test_same_bytes_across_tiers(seed: int) -> None:
         scheduler, host, disk = rig.engine.scheduler, rig.kv.host, rig.kv.disk
         happened(preemptions=scheduler.preemptions, swaps=scheduler.swaps, recomputes=scheduler.recomputes)
         happened(demoted=host.demoted if host else 0, aborted=rig.engine.counters.aborted)
+        happened(steps_ahead=rig.engine.counters.steps_ahead)
         if disk is not None:
             happened(written=disk.written, lost=disk.failed, read=disk.read, restarted_hits=disk.read if restart else 0)
         rig.engine.close()
@@ -141,7 +143,7 @@ def test_the_tiers_were_used() -> None:
         for seed in range(30):
             test_same_bytes_across_tiers(seed)
     few = {name: times for name, times in HAPPENED.items() if times < 40}
-    assert len(HAPPENED) == 9 and not few, HAPPENED
+    assert len(HAPPENED) == 10 and not few, HAPPENED
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -159,6 +161,7 @@ def test_same_bytes_in_sessions(seed: int) -> None:
         policy=rng.choice(POLICIES),
         drafts=rng.choice([0, 3, 8]),
         context=40,
+        ahead=seed % 2 == 0,
     )
     drawn_swap(rng, rig)
     from array import array
@@ -222,6 +225,7 @@ def test_same_bytes_on_the_kernels(seed: int, tiny_models: TinyModels, tmp_path:
             max_batched_tokens=rng.choice([5, 16, 64]),
             **settings,
         ) as parts:
+            parts.engine.ahead = seed % 2 == 0
             asked = []
             for prompt, most, given in load:
                 asked.append(real.add(parts, prompt, most, priority=rng.randrange(3), **given))

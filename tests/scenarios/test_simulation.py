@@ -26,7 +26,7 @@ WANTED = (
     "aborted", "beam searches", "blocks read from disk", "blocks written to disk", "cache resets", "cached tokens",
     "copies", "disk moves lost", "evictions", "failed", "finished", "forced preemptions", "preemptions", "refused",
     "rewinds", "row errors", "scored", "session forks", "session scores", "sessions", "swaps",
-    "accepted tokens", "drafted tokens",
+    "accepted tokens", "drafted tokens", "steps ahead",
 )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from octavo.core.params import SamplingParams
 from octavo.core.plan import NO_TOKENS, Draw, Row
 from octavo.core.sequence import Sequence
 from octavo.decode.branching import Rules, draft_draws, draws
+from octavo.engine.drafting import note_drafts
 from octavo.engine.session import SessionState
 from octavo.errors import ConfigError
 from octavo.execute.sampler import results
@@ -169,7 +170,7 @@ def test_drafts_preempt_nobody(pool: int, right: int) -> None:
     compared = 0
     while made.engine.busy:
         running = made.engine.scheduler.running
-        made.engine._draft(made.engine.drafter)  # type: ignore[arg-type]
+        note_drafts(made.engine.drafter, made.engine.scheduler.running, made.engine._owners)
         with_drafts = made.engine.scheduler.decide(0.0, 64)
         kept = {s.number: s.drafts for s in running}
         for sequence in running:

@@ -114,6 +114,7 @@ def test_same_bytes_on_triton(seed: int, tiny_models: TinyModels) -> None:
             known = [(p, alone.answer(p, most, **given)) for p, most, given in requests]
             texts = [p + list(tokens) for p, answers in known for tokens in answers["tokens"]]
             parts.engine.drafter = real.Recalled(texts, 4)
+        parts.engine.ahead = True  # but with drafts
         added: list[Request | None] = []
         for i, (prompt, most, given) in enumerate(requests):
             try:
@@ -127,7 +128,7 @@ def test_same_bytes_on_triton(seed: int, tiny_models: TinyModels) -> None:
             if request is not None:
                 assert answer(request) == alone.answer(prompt, most, **given), f"seed {seed}: {request.id}"
         counters = parts.engine.stats().counters
-    names = ("preemptions", "copies", "evictions", "cached_tokens", "finished", "drafted_tokens")
+    names = ("preemptions", "copies", "evictions", "cached_tokens", "finished", "drafted_tokens", "steps_ahead")
     for name in names:
         HAPPENED[name] = HAPPENED.get(name, 0) + getattr(counters, name)
 

@@ -75,7 +75,7 @@ def test_goals_are_judged_by_the_worst_model(check: Any) -> None:
     def model(share: float, load: float) -> dict[str, Any]:
         return {
             "memory": "much",
-            "decode": [{"batch": 64, "rate": 5000.0, "roofline": 5000 / share, "share": share}],
+            "decode": [{"batch": 64, "rate": 5000.0, "waiting": 4000.0, "roofline": 5000 / share, "share": share}],
             "load": {"requests": 512, "tokens": 9, "seconds": 1.0, "rate": load},
         }
 

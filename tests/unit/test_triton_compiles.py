@@ -120,6 +120,7 @@ def others() -> list[Case]:
             "rows_of",
             dict(table="*bf16", ids="*i32", out="*fp32", scale="fp32", items="i32", WIDTH=4096, BLOCK=1024),
         ),
+        case("embed", "recalled", dict(tokens="*i32", drawn="*i32", stride="i32", items="i32", BLOCK=1024)),
         case("embed", "rows_of_grouped", {**table, **integers, "BITS": 4, "WIDTH": 4096, "BLOCK": 1024}),
         case("norm", "rms_norm", {**rms, "out": "*bf16", "WIDTH": 4096, "HAS_RESIDUAL": False, **norm.shape(4096)}),
         case("norm", "rms_norm", {**rms, "out": "*fp32", "WIDTH": 640, "HAS_RESIDUAL": True, **norm.shape(640)}),

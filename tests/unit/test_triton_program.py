@@ -23,6 +23,7 @@ from octavo.errors import ConfigError  # noqa: E402
 from octavo.kernels.backend import Batch  # noqa: E402
 from octavo.kernels.reference import ReferenceBackend  # noqa: E402
 from octavo.kernels.triton import attention  # noqa: E402
+from octavo.kernels.triton.backend import TritonBackend  # noqa: E402
 from octavo.kernels.triton.ladder import rungs, sizes_of  # noqa: E402
 
 SHAPES = {
@@ -248,6 +249,53 @@ def test_steps_on_a_ladder_have_the_bits_of_those_beside_it(name: str, monkeypat
     monkeypatch.setattr(program.program.ladder, "run", lambda *a: ran.append(fits(*a)) or ran[-1])
     same(world.run(Kept(program.program, blocks), plan), right)
     assert sum(x is not None for x in ran) >= 3 and len(ran) == len(plan)
+
+
+@pytest.mark.parametrize("ladder", [False, True])
+def test_tokens_that_stand_for_what_was_drawn(ladder: bool) -> None:
+    """The bits are those of the real tokens, on a rung with padding or beside; a draw that failed counts as token 0."""
+    shape, backend = Shape(windows=(None, 9)), TritonBackend()
+    program = backend.program(decoder(backend, shape), shape.layout(), shape.heads)
+    given = sequences([30, 30, 30])
+    given[2][10:] = 0
+    known, named = (World(shape.layout(), given) for _ in range(2))
+    blocks = [torch.from_numpy(world.blocks).to(backend.device) for world in (known, named)]
+    if ladder:
+        program.climb(blocks[1], 40, 96)
+    for step, rows in enumerate([[(0, 10), (1, 10), (2, 10)], [(1, 1), (0, 1), (2, 1)], [(2, 2), (1, 1), (0, 5)]]):
+        right, batch = known.batch(rows), named.batch(rows)
+        if step:
+            last = right.starts[1:] - 1
+            drawn = right.tokens[last[::-1]].reshape(-1, 1) * np.array([[1, 0, 0]], np.int32)
+            drawn[drawn[:, 0] == 0] = -1
+            batch.tokens[last] = [-3, -2, -1]
+            backend.drawn.tokens = torch.from_numpy(drawn).to(backend.device)[:, 0]
+        found = [
+            program.run(b, there).cpu().numpy().copy() for b, there in zip((batch, right), blocks[::-1], strict=True)
+        ]
+        same(found[:1], found[1:])
+    assert not ladder or program.ladder is not None
+    batch.tokens[0] = -4
+    with pytest.raises(ValueError, match="a token stands for draw 3, and there was none"):
+        program.run(batch, blocks[1])
+
+
+def test_a_gpu_that_answers_no_more_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error is one of a step, unless waiting for the device fails as well."""
+    backend, calls = TritonBackend(), []
+    backend.device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
+    assert backend.lost() is None and calls == [backend.device]
+
+    def fails(device: Any) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA.")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    assert backend.lost() == (
+        "the GPU has failed for good (CUDA error: device-side assert triggered): only a new process can use it again"
+    )
+    backend.device = torch.device("cpu")
+    assert backend.lost() is None
 
 
 class Kept:

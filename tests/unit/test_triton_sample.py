@@ -131,6 +131,7 @@ def test_a_sample_does_not_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPa
     whole = sample(logits, batch)
     monkeypatch.setattr(triton_sample, "WORKSPACE", 3 * 8 * 900)
     parts = sample(logits, batch)
+    assert triton_sample.begin(torch.from_numpy(logits).to(DEVICE), batch)[1].tolist() == whole.token.tolist()
     for name in vars(whole):
         assert getattr(whole, name).tobytes() == getattr(parts, name).tobytes(), name
     for s in (1, 4):

@@ -6,6 +6,7 @@ A worker that has the weights, its stores and a plan needs nothing else.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -79,6 +80,9 @@ class Row(NamedTuple):
     the first draft and of each draft, in order: what is drawn says which drafts are right, and what follows.  With
     ``score`` >= 0 the logits of the first ``len(targets)`` tokens are scored against ``targets`` (the tokens that
     follow them) with that many best ones reported.
+
+    A negative last token, -(1 + k), stands for what draw k of the plan submitted just before this one has drawn (all
+    draws of its rows, counted in order); for any token if that draw failed.
     """
 
     sequence: int
@@ -89,6 +93,26 @@ class Row(NamedTuple):
     targets: array[int] = NO_TOKENS
     score: int = -1
     drafts: int = 0
+
+
+def stand_in(draw: int) -> int:
+    """The token that stands for what draw number ``draw`` of the plan before draws."""
+    return -1 - draw
+
+
+def waits(rows: Sequence[Row]) -> bool:
+    """Whether a row's last token stands for one that the plan before draws."""
+    return any(row.tokens[-1] < 0 for row in rows)
+
+
+def filled(rows: Sequence[Row], drawn: Sequence[int]) -> tuple[Row, ...]:
+    """The rows with real tokens: ``drawn`` has one for each draw of the plan before, negative where it failed."""
+    return tuple(
+        row._replace(tokens=row.tokens[:-1] + array("i", [max(0, drawn[-1 - row.tokens[-1]])]))
+        if row.tokens[-1] < 0
+        else row
+        for row in rows
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +170,15 @@ class RowResult(NamedTuple):
     logprobs: tuple[TokenLogprobs | None, ...] = ()
     scores: tuple[TokenLogprobs, ...] = ()
     error: str | None = None
+
+
+def drawn(rows: Sequence[Row], results: Sequence[RowResult]) -> list[int]:
+    """The tokens of all draws of a plan's rows, in order; -1 where one failed."""
+    out: list[int] = []
+    for row, result in zip(rows, results, strict=True):
+        out += result.tokens
+        out += [-1] * (len(row.draws) - len(result.tokens))
+    return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,7 @@ def build(model: str, config: EngineConfig, progress: Progress | None = None, cl
         audited=config.audit,
         block_bytes=layout.block_bytes,
         drafter=PromptLookup(config.speculate) if config.speculate else None,
+        ahead=executor.ahead,
     )
     intake = Intake(
         tokenizer=tokenizer,

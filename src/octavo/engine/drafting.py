@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
-from octavo.core.plan import Row, RowResult
+from octavo.core.plan import NO_TOKENS, Row, RowResult
 from octavo.core.request import Request
 from octavo.core.sequence import Sequence
 
@@ -28,6 +29,16 @@ def may_draft(request: Request, sequence: Sequence) -> bool:
     decoding = sequence.decoding and len(sequence.tokens) > sequence.prompt_length
     alone = request.beams is None and sequence.params.guide is None
     return decoding and alone and not sequence.forks and not sequence.scoring
+
+
+def note_drafts(drafter: Drafter, running: Iterable[Sequence], owners: Mapping[int, Request]) -> None:
+    """Note what may come next in sequences that decode; the scheduler takes of it what there is room for."""
+    active = [s for s in running if not s.parked]
+    for sequence in active:
+        sequence.drafts = NO_TOKENS
+        room = sequence.limit - len(sequence.tokens) - 1  # behind the last draft a token is drawn
+        if room > 0 and may_draft(owners[sequence.number], sequence):
+            sequence.drafts = drafter.drafts(sequence, room, len(active))
 
 
 def agreed(row: Row, outcome: RowResult) -> int:

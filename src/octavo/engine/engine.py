@@ -11,12 +11,13 @@ from dataclasses import replace
 from octavo.clock import Clock, RealClock
 from octavo.core.events import Delta, Finished
 from octavo.core.params import SamplingParams
-from octavo.core.plan import NO_TOKENS, Draw, Row, RowResult, TokenLogprobs
+from octavo.core.plan import NO_TOKENS, Draw, Row, RowResult, StepResult, TokenLogprobs
 from octavo.core.request import Request
 from octavo.core.sequence import Sequence, State
 from octavo.decode.branching import beam_draws, draft_draws, draws
+from octavo.engine.ahead import Flight, follow
 from octavo.engine.beams import Beams
-from octavo.engine.drafting import Drafter, agreed, may_draft
+from octavo.engine.drafting import Drafter, agreed, note_drafts
 from octavo.engine.reader import Reader
 from octavo.engine.stats import Counters, Stats
 from octavo.execute.executor import Executor
@@ -36,6 +37,8 @@ class Engine:
 
     Promises: one final event a request; every step with work advances the best-ranked sequence; a request's failure
     is its own.  Not thread-safe: one thread steps it.
+
+    ``ahead``: a step is submitted while the one before runs, where it can be (``ahead.py``); no answer depends on it.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Engine:
         block_bytes: int = 0,
         swap_pays: Callable[[Sequence], bool] = lambda sequence: True,
         drafter: Drafter | None = None,
+        ahead: bool = False,
     ) -> None:
         self.executor = executor
         self.kv = kv
@@ -65,6 +69,8 @@ class Engine:
         self.audited = audited
         self.block_bytes = block_bytes
         self.drafter = drafter
+        self.ahead = ahead
+        self.flight: Flight | None = None  # submitted, to be folded in by the next step
         self.counters = Counters()
         self.requests: dict[int, Request] = {}  # in flight, by number
         self._owners: dict[int, Request] = {}  # by sequence number
@@ -124,7 +130,13 @@ class Engine:
 
     def close(self) -> None:
         """Keep what the disk tier is to remember, and let the executor's memory go."""
-        self.executor.flush(self.kv.flush())
+        flight, self.flight = self.flight, None
+        try:
+            if flight is not None:
+                self._landed(self.executor.collect(flight.ticket))
+            self.executor.flush(self.kv.flush())
+        except Exception:  # whoever waited has been told by now; a device that failed gives nothing back
+            log.exception("the engine could not keep what it had")
         self.executor.close()
 
     @property
@@ -134,7 +146,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return not self.scheduler.idle
+        return self.flight is not None or not self.scheduler.idle
 
     def _branch(self, request: Request, index: int, tokens: array[int]) -> Sequence:
         self._sequences += 1
@@ -149,23 +161,21 @@ class Engine:
     # ---- one step --------------------------------------------------------------------------------------------------
 
     def step(self) -> int:
-        """Run one step; returns how many tokens it computed, 0 if there is nothing to do."""
+        """Fold one step in, begun by the call before or now; returns how many tokens it computed, 0 if there is
+        nothing to do."""
         self.reap()
-        if self.scheduler.idle:
+        if not self.busy:
             return 0
         began = self.clock.now()
-        if self.drafter is not None:
-            self._draft(self.drafter)
-        decision = self.scheduler.decide(began, self.budget.step(self.scheduler.computing))
-        plan = self.scheduler.commit(decision, self.counters.steps, self._draws)
-        if not plan.rows and not (self.kv.disk and self.kv.disk.flights):
-            raise RuntimeError(f"a step without progress: {self.scheduler.running} run, {self.scheduler.waiting} wait")
-        result = self.executor.run(plan)
-        for move, ok in result.moved:
-            landed(self.kv, move, ok)
+        flight, self.flight = self.flight or self._begin(began), None
+        if self.ahead and self.drafter is None:
+            self.flight = self._follow(flight, began)
+        result = self._collect(flight)
+        self._landed(result)
+        plan = flight.plan
         self._count(plan.tokens)
         now = self.clock.now()
-        for (sequence, start, stop), row, outcome in zip(decision.rows, plan.rows, result.rows, strict=True):
+        for (sequence, start, stop, row), outcome in zip(flight.rows(), result.rows, strict=True):
             self._fold(sequence, start, stop, row, outcome, now)
         if self.audited:
             audit(self.kv)
@@ -173,17 +183,40 @@ class Engine:
         self.counters.step_seconds += elapsed
         if 2 * plan.prompt_tokens >= plan.tokens:  # a step of decodes says little about how fast prompts are read
             self.budget.measured(plan.tokens, elapsed)
-        self._log(decision)
+        self._log(flight.decision)
         return plan.tokens
 
-    def _draft(self, drafter: Drafter) -> None:
-        """Note what may come next in sequences that decode; the scheduler takes of it what there is room for."""
-        running = [s for s in self.scheduler.running if not s.parked]
-        for sequence in running:
-            sequence.drafts = NO_TOKENS
-            room = sequence.limit - len(sequence.tokens) - 1  # behind the last draft a token is drawn
-            if room > 0 and may_draft(self._owners[sequence.number], sequence):
-                sequence.drafts = drafter.drafts(sequence, room, len(running))
+    def _begin(self, now: float) -> Flight:
+        if self.drafter is not None:
+            note_drafts(self.drafter, self.scheduler.running, self._owners)
+        decision = self.scheduler.decide(now, self.budget.step(self.scheduler.computing))
+        plan = self.scheduler.commit(decision, self.counters.steps, self._draws)
+        if not plan.rows and not (self.kv.disk and self.kv.disk.flights):
+            raise RuntimeError(f"a step without progress: {self.scheduler.running} run, {self.scheduler.waiting} wait")
+        return Flight(decision, plan, self.executor.submit(plan) if self.ahead else None)
+
+    def _follow(self, flight: Flight, now: float) -> Flight | None:
+        """The step after one that runs, submitted too; None if it has to wait."""
+        budget = self.budget.step(self.scheduler.computing)
+        found = follow(flight, self.scheduler, self._owners, now, budget, self._draws)
+        if found is None:
+            return None
+        decision, plan = found
+        self.counters.steps_ahead += 1
+        return Flight(decision, plan, self.executor.submit(plan))
+
+    def _collect(self, flight: Flight) -> StepResult:
+        try:
+            if flight.ticket is None:
+                return self.executor.run(flight.plan)
+            return self.executor.collect(flight.ticket)
+        except BaseException:
+            self.flight = None  # it goes on from what nobody knows
+            raise
+
+    def _landed(self, result: StepResult) -> None:
+        for move, ok in result.moved:
+            landed(self.kv, move, ok)
 
     def _draws(self, sequence: Sequence, drafts: array[int]) -> tuple[Draw, ...]:
         request = self._owners[sequence.number]
@@ -195,9 +228,10 @@ class Engine:
         return draws(sequence, request.rules, mask)
 
     def _fold(self, sequence: Sequence, start: int, stop: int, row: Row, outcome: RowResult, now: float) -> None:
-        if sequence.state is State.FINISHED:  # its request failed by another branch of this very step
+        request = self._owners.get(sequence.number)
+        if request is None:  # it ended while this ran, or its request failed by another branch of this very step
+            self.scheduler.policy.served(sequence, 0, row.drafts - len(row.draws))  # nobody gets what it drew
             return
-        request = self._owners[sequence.number]
         if outcome.error is not None:
             self._fail(request, outcome.error)
             return
@@ -356,6 +390,8 @@ class Engine:
     ) -> None:
         if request.keep:
             self.scheduler.rest(sequence)
+            if self.flight is not None and sequence.number in self.flight.stops:
+                self.kv.trim(sequence.number, sequence.computed)  # room for a token that will not be its own
         else:
             self.scheduler.remove(sequence)
         self._disown(sequence)
@@ -432,13 +468,19 @@ class Engine:
 
     def _log(self, decision: Decision) -> None:
         for sequence in self.scheduler.running:
-            held, filled = self.kv.slots(sequence.number, sequence.computed)
+            held, filled = self.kv.slots(sequence.number, self.reached(sequence))
             self.counters.covered_slots += held
             self.counters.token_slots += filled
             self.counters.logical_blocks += held // self.kv.block_size
         self.counters.physical_blocks += self.kv.pool.size - self.kv.pool.free
         if decision.victims and log.isEnabledFor(logging.DEBUG):
             log.debug("preempted %s", [s.number for s in decision.victims])
+
+    def reached(self, sequence: Sequence) -> int:
+        """How far a sequence is computed, with the step that is on its way."""
+        if self.flight is None or sequence.number not in self._owners:
+            return sequence.computed
+        return self.flight.stops.get(sequence.number, sequence.computed)
 
     def stats(self) -> Stats:
         pool = self.kv.pool

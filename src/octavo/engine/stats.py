@@ -10,6 +10,7 @@ class Counters:
     """Owns: what has happened since the start.  Promises: never falls."""
 
     steps: int = 0
+    steps_ahead: int = 0  # of the steps, those submitted while the one before them ran
     prompt_tokens: int = 0  # of admitted requests
     computed_tokens: int = 0  # tokens that went through the model, recomputed ones included
     generated_tokens: int = 0

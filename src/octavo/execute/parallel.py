@@ -30,8 +30,9 @@ class ParallelExecutor(LocalExecutor):
 
     Owns: rank 0's part of the blocks, and the team of the others, which get ``patience`` seconds for a step.
 
-    Promises: every rank runs each plan once, in the same order.  Sampling that fails is one row's error; a failure
-    while the model runs is an EngineError that says which rank it was, and ends the engine: ranks may disagree now.
+    Promises: every rank runs each plan once, in the same order, and none ahead.  Sampling that fails is one row's
+    error; a failure while the model runs is an EngineError that says which rank it was, and ends the engine: ranks may
+    disagree now.
     """
 
     def __init__(self, team: Team, patience: float, backend: ParallelBackend, *arguments: Any) -> None:

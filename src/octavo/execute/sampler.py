@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from octavo.core.plan import Draw, Row, RowResult, TokenLogprobs
-from octavo.kernels.backend import Backend, Logits, SampleBatch, Sampled
+from octavo.kernels.backend import Backend, Later, Logits, SampleBatch, Sampled
 
 NOT_A_NUMBER = "the model's logits for this request are not finite numbers, or every token is banned"
 
@@ -92,8 +93,35 @@ def _bias(draws: Sequence[Draw], banned: np.ndarray) -> tuple[np.ndarray, np.nda
     )
 
 
+Scores = tuple[TokenLogprobs, ...] | None  # None: they are not numbers
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What the rows of a step yield, on its way: ``scores`` by row, and the tokens when they are waited for."""
+
+    rows: Sequence[Row]
+    scores: dict[int, Scores]
+    sampled: Later | None
+
+    def results(self) -> tuple[RowResult, ...]:
+        """Waits."""
+        sampled = self.sampled() if self.sampled else None
+        out, first = [], 0
+        for r, row in enumerate(self.rows):
+            stop = first + len(row.draws)
+            out.append(_row_result(row, sampled, first, stop, self.scores.get(r, ())))
+            first = stop
+        return tuple(out)
+
+
 def results(backend: Backend, rows: Sequence[Row], logits: Logits, banned: np.ndarray) -> tuple[RowResult, ...]:
     """``logits`` [R, V] in the order of :func:`octavo.execute.inputs.batch`."""
+    return begin(backend, rows, logits, banned).results()
+
+
+def begin(backend: Backend, rows: Sequence[Row], logits: Logits, banned: np.ndarray) -> Drawing:
+    """The same without waiting for the tokens; where rows are scored, the device is waited for."""
     draws: list[tuple[int, Draw]] = []
     scored: list[tuple[int, int]] = []  # (row, first logits row)
     at = 0
@@ -105,21 +133,16 @@ def results(backend: Backend, rows: Sequence[Row], logits: Logits, banned: np.nd
             if len(row.targets) < len(row.tokens):
                 at += 1 + row.drafts
             draws += [(at - 1 - row.drafts + i if row.drafts else at - 1, draw) for i, draw in enumerate(row.draws)]
-    scores: dict[int, tuple[TokenLogprobs, ...] | None] = {r: _score(backend, rows[r], logits, a) for r, a in scored}
+    scores: dict[int, Scores] = {r: _score(backend, rows[r], logits, a) for r, a in scored}
     sampled = None
     if draws:
         batch = draw_batch(draws, banned)
         batch.mask, batch.masks = masks(draws, logits.shape[1])
-        sampled = backend.sample(logits, batch)
-    out, first = [], 0
-    for r, row in enumerate(rows):
-        stop = first + len(row.draws)
-        out.append(_row_result(row, sampled, first, stop, scores.get(r, ())))
-        first = stop
-    return tuple(out)
+        sampled = backend.draw(logits, batch)
+    return Drawing(rows, scores, sampled)
 
 
-def _score(backend: Backend, row: Row, logits: Logits, at: int) -> tuple[TokenLogprobs, ...] | None:
+def _score(backend: Backend, row: Row, logits: Logits, at: int) -> Scores:
     n = len(row.targets)
     scored = backend.score(logits[at : at + n], np.frombuffer(row.targets, np.int32), row.score)
     if (scored.token < 0).any():
@@ -132,9 +155,7 @@ def _entry(sampled: Sampled, i: int, token: int, k: int) -> TokenLogprobs:
     return TokenLogprobs(token, float(sampled.logprob[i]), int(sampled.rank[i]), best)
 
 
-def _row_result(
-    row: Row, sampled: Sampled | None, first: int, stop: int, scores: tuple[TokenLogprobs, ...] | None
-) -> RowResult:
+def _row_result(row: Row, sampled: Sampled | None, first: int, stop: int, scores: Scores) -> RowResult:
     if scores is None:
         return RowResult(error=NOT_A_NUMBER)
     if sampled is None or not row.draws:

@@ -32,7 +32,8 @@ class Batch:
 
     M tokens in S rows; R logits rows are wanted.
 
-    - ``tokens``    int32 [M]: token ids
+    - ``tokens``    int32 [M]: token ids; to a backend that ``recalls``, -(1 + k) is what draw k of its latest call of
+      ``draw`` or ``sample`` gave, or 0 where that gave -1
     - ``positions`` int32 [M]: absolute position of each token in its sequence
     - ``starts``    int32 [S+1]: row s is tokens ``starts[s] : starts[s+1]``; positions in a row are consecutive
     - ``tables``    per layer group, (ids int32 [T_g], offsets int32 [S+1]): logical block b of row s is
@@ -172,10 +173,19 @@ class Sampled:
     top_logprobs: np.ndarray
 
 
+Later = Callable[[], "Sampled"]
+
+
 class Backend(Protocol):
-    """A set of kernels.  Owns nothing but its threads and workspace; the same inputs give the same bytes."""
+    """A set of kernels.  Owns nothing but its threads and workspace; the same inputs give the same bytes.
+
+    ``asynchronous``: calls only launch kernels, which run in order beside the CPU.  ``recalls``: the tokens drawn last
+    stay where the kernels find them, see :class:`Batch`.
+    """
 
     name: str
+    asynchronous: bool
+    recalls: bool
 
     @property
     def build(self) -> str:
@@ -207,6 +217,12 @@ class Backend(Protocol):
         """Copies blocks, in order: target[pairs[i,1]] = source[pairs[i,0]], before what runs next."""
 
     def sample(self, logits: Logits, batch: SampleBatch) -> Sampled: ...
+
+    def draw(self, logits: Logits, batch: SampleBatch) -> Later:
+        """The same without waiting: what is returned waits, and gives the results; ``logits`` may change meanwhile."""
+
+    def lost(self) -> str | None:
+        """To be asked after an error: why the device will compute nothing any more; None if it will."""
 
     def score(self, logits: Logits, targets: np.ndarray, top: int) -> Sampled:
         """Log-probability and rank of ``targets`` int32 [R] under ``logits`` [R, V], and the ``top`` best."""

@@ -19,7 +19,7 @@ import numpy as np
 from octavo.core.layout import KVLayout
 from octavo.core.plan import LargestStep
 from octavo.errors import ConfigError
-from octavo.kernels.backend import Backend, Batch, Blocks, Logits, Ops, SampleBatch, Sampled
+from octavo.kernels.backend import Backend, Batch, Blocks, Later, Logits, Ops, SampleBatch, Sampled
 
 Array = np.ndarray
 
@@ -99,8 +99,10 @@ class ParallelBackend:
     """One rank of several.
 
     Owns: which part is this rank's.  Promises: what :class:`octavo.kernels.backend.Backend` says, to the ranks
-    together; only rank 0 has logits, and may sample.
+    together; only rank 0 has logits, and may sample.  Ranks meet in every step, so none is given one ahead.
     """
+
+    asynchronous = recalls = False
 
     def __init__(self, inner: Backend, ranks: Ranks) -> None:
         self.inner, self.ranks = inner, ranks
@@ -162,6 +164,12 @@ class ParallelBackend:
 
     def sample(self, logits: Logits, batch: SampleBatch) -> Sampled:
         return self.inner.sample(logits, batch)
+
+    def draw(self, logits: Logits, batch: SampleBatch) -> Later:
+        return self.inner.draw(logits, batch)
+
+    def lost(self) -> str | None:
+        return self.inner.lost()
 
     def score(self, logits: Logits, targets: Array, top: int) -> Sampled:
         return self.inner.score(logits, targets, top)

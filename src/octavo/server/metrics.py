@@ -185,6 +185,7 @@ def _counters(stats: Stats) -> Iterator[tuple[str, str, float]]:
         yield prefix + "prefix_cache_queries", "prompt tokens that were looked up in the prefix cache", c.prompt_tokens
         yield prefix + "prefix_cache_hits", "prompt tokens that came from it", c.cached_tokens
     yield "octavo:steps", "steps of the engine", c.steps
+    yield "octavo:steps_ahead", "steps that were submitted while the one before them ran", c.steps_ahead
     yield "octavo:step_seconds", "time spent in steps", c.step_seconds
     yield "octavo:computed_tokens", "tokens that went through the model, recomputed ones included", c.computed_tokens
     yield "octavo:swaps", "preemptions whose blocks went to the host tier", c.swaps

@@ -4,8 +4,23 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from octavo.core.plan import DEVICE, DISK, HOST, Draw, Move, Plan, Row, RowResult, StepResult, TokenLogprobs
+from octavo.core.plan import (
+    DEVICE,
+    DISK,
+    HOST,
+    Draw,
+    Move,
+    Plan,
+    Row,
+    RowResult,
+    StepResult,
+    TokenLogprobs,
+    drawn,
+    filled,
+    waits,
+)
 
 Next = Callable[[Sequence[int], Draw], int]
 
@@ -76,6 +91,8 @@ class ScriptedExecutor:
     if layer groups disagree, so that wrong tables, early publishing and lost copies show as errors.
     """
 
+    ahead = False
+
     def __init__(
         self,
         blocks: int,
@@ -97,16 +114,27 @@ class ScriptedExecutor:
         self._lose = lose  # whether a move to or from disk fails
         self._slow: list[tuple[Move, list[tuple[int, int] | None] | None]] = []
         self.plans: list[Plan] = []
+        self._drawn: list[int] = []  # by the latest plan
+
+    def submit(self, plan: Plan) -> StepResult:
+        return self.run(plan)
+
+    def collect(self, ticket: StepResult) -> StepResult:
+        return ticket
 
     def run(self, plan: Plan) -> StepResult:
         self.plans.append(plan)
+        if waits(plan.rows):
+            plan = replace(plan, rows=filled(plan.rows, self._drawn))
         for move in plan.moves:
             self._move(move)
         moved = self._slow_ones(plan)
         written: dict[tuple[int, int], int] = {}
         for row in plan.rows:
             self._write(row, written)
-        return StepResult(plan.step, tuple(self._row(row) for row in plan.rows), moved)
+        rows = tuple(self._row(row) for row in plan.rows)
+        self._drawn = drawn(plan.rows, rows)
+        return StepResult(plan.step, rows, moved)
 
     def flush(self, moves: Sequence[Move]) -> None:
         for move in moves:

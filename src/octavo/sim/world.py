@@ -49,6 +49,7 @@ class Settings:
     max_running: int
     prefix_cache: bool
     drafts: int
+    ahead: bool
     row_errors: float
     lost_moves: float
     aborts: float
@@ -69,7 +70,8 @@ class Settings:
             budget=rng.choice([1, 3, 8, 64]),
             max_running=rng.choice([1, 4, 64]),
             prefix_cache=rng.random() < 0.9,
-            drafts=rng.choice([0, 2, 6]),
+            drafts=rng.choice([0, 0, 2, 6]),
+            ahead=rng.random() < 0.7,
             row_errors=rng.choice([0.0, 0.0, 0.002]),
             lost_moves=rng.choice([0.0, 0.1, 0.5]),
             aborts=rng.choice([0.0, 0.01]),
@@ -184,6 +186,7 @@ class Era:
             clock=self.clock,
             swap_pays=self._swap_pays,
             drafter=Guesses(prefix_hash(VOCAB, self.executor.reach), s.drafts) if s.drafts else None,
+            ahead=s.ahead,
         )
         self.intake = Intake(
             tokenizer=None,
@@ -214,7 +217,7 @@ class Era:
             self._arrive()
         if self.asked and rng.random() < self.settings.aborts:
             self._abort(rng.choice(self.asked))
-        if rng.random() < 0.02 and self.engine.scheduler.running:
+        if rng.random() < 0.02 and self.engine.scheduler.running and self.engine.flight is None:
             self.engine.scheduler.preempt(rng.choice(self.engine.scheduler.running))
             self.tally.add("forced preemptions")
         if rng.random() < 0.001:
@@ -256,7 +259,7 @@ class Era:
         audit_idle(self.kv)
         counters = self.engine.counters
         names = ("preemptions", "copies", "evictions", "cached_tokens", "failed", "aborted", "finished")
-        for name in (*names, "drafted_tokens", "accepted_tokens"):
+        for name in (*names, "drafted_tokens", "accepted_tokens", "steps_ahead"):
             self.tally.add(name.replace("_", " "), getattr(counters, name))
         self.tally.add("swaps", self.engine.scheduler.swaps)
         self.engine.close()

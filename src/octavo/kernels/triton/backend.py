@@ -16,9 +16,10 @@ from octavo.config import format_size
 from octavo.core.layout import KVLayout
 from octavo.core.plan import DEVICE
 from octavo.errors import ConfigError
-from octavo.kernels.backend import Ops, SampleBatch, Sampled
+from octavo.kernels.backend import Later, Ops, SampleBatch, Sampled
 from octavo.kernels.triton import interpreter, move, weights
 from octavo.kernels.triton import sample as sampling
+from octavo.kernels.triton.inputs import Drawn
 from octavo.kernels.triton.program import TritonProgram
 from octavo.kernels.triton.swap import Swap
 
@@ -28,10 +29,12 @@ Array = np.ndarray
 class TritonBackend:
     """Triton kernels on one GPU; on the CPU where they are interpreted.
 
-    Owns: the streams that kernels and swaps run in.
+    Owns: the streams that kernels and swaps run in, and the tokens drawn last.
 
     Promises: an output row has the same bits whatever rows run with it, unless ``gemm`` is "cublas".
     """
+
+    recalls = True
 
     def __init__(self, device: str | None = None, gemm: str = "fixed") -> None:
         if gemm not in ("fixed", "cublas"):
@@ -41,6 +44,8 @@ class TritonBackend:
             torch.cuda.set_device(self.device)
         self.gemm = gemm
         interpreter.repair()
+        self.asynchronous = self.device.type == "cuda"
+        self.drawn = Drawn()
         self.swap = Swap(self.device)
         self._hosts: set[int] = set()  # where stores of the host tier begin
         self.name = f"triton-{self._architecture()}"
@@ -77,7 +82,7 @@ class TritonBackend:
         return torch.from_numpy(np.array(data, dtype=np.float32)).to(self.device)
 
     def program(self, build: Callable[[Ops], None], layout: KVLayout, heads: int) -> TritonProgram:
-        return TritonProgram(build, layout, heads, self.device, library=self.gemm == "cublas")
+        return TritonProgram(build, layout, heads, self.device, library=self.gemm == "cublas", drawn=self.drawn)
 
     def store(self, count: int, nbytes: int, tier: int) -> Tensor:
         """On the device, or in pinned host memory, which the device reads and writes too.
@@ -111,7 +116,21 @@ class TritonBackend:
             self.swap.out(source, target, pairs)
 
     def sample(self, logits: Tensor, batch: SampleBatch) -> Sampled:
-        return sampling.sample(logits, batch)
+        return self.draw(logits, batch)()
+
+    def draw(self, logits: Tensor, batch: SampleBatch) -> Later:
+        later, self.drawn.tokens = sampling.begin(logits, batch)
+        return later
+
+    def lost(self) -> str | None:
+        """A failed assertion or a bad address in a kernel makes every later call fail, in this process."""
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except Exception as error:
+                words = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                return f"the GPU has failed for good ({words}): only a new process can use it again"
+        return None
 
     def score(self, logits: Tensor, targets: Array, top: int) -> Sampled:
         return sampling.score(logits, targets, top)

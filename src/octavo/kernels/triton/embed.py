@@ -1,4 +1,4 @@
-"""Rows of a table: embeddings, and the rows whose logits are wanted."""
+"""Rows of a table: embeddings, and the rows whose logits are wanted; and tokens that were drawn on the device."""
 
 from __future__ import annotations
 
@@ -62,6 +62,21 @@ def rows_of_grouped(
             less *= tl.load(part_shift + group * n + row, mask=inside, other=0).to(tl.float32)
         value -= less
     tl.store(out + at, value * factor, mask=inside)
+
+
+@triton.jit(do_not_specialize=["stride", "items"])
+def recalled(tokens, drawn, stride, items, BLOCK: tl.constexpr):
+    """tokens[i] < 0 becomes drawn[-1 - tokens[i]], and 0 where that is negative."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.load(tokens + at, mask=at < items, other=0)
+    found = tl.load(drawn + (-1 - token) * stride, mask=token < 0, other=0)
+    tl.store(tokens + at, tl.maximum(found, 0), mask=token < 0)
+
+
+def recall(tokens: torch.Tensor, drawn: torch.Tensor) -> None:
+    """Puts what was drawn, int32 [n], in place of negative tokens int32 [m]: -(1 + k) stands for drawn[k]."""
+    grid = (triton.cdiv(len(tokens), BLOCK),)
+    recalled[grid](tokens, drawn, drawn.stride(0), len(tokens), BLOCK=BLOCK)
 
 
 def pick(x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:

@@ -11,6 +11,7 @@ from octavo.core.layout import KVLayout
 from octavo.core.plan import LargestStep
 from octavo.kernels.backend import Batch
 from octavo.kernels.triton import attention
+from octavo.kernels.triton.embed import recall
 
 Array = np.ndarray
 
@@ -81,10 +82,27 @@ class Prepared:
 
     sizes: Sizes
     arrays: list[Array]
+    drawn: torch.Tensor | None = None  # what negative tokens stand for, if there are any
 
 
-def prepare(batch: Batch, layout: KVLayout, heads: int) -> Prepared:
-    """What the kernels need to know of a batch."""
+class Drawn:
+    """Owns: the tokens drawn last, int32 [n] on the device, for the next step's tokens to stand for."""
+
+    def __init__(self) -> None:
+        self.tokens: torch.Tensor | None = None
+
+    def of(self, tokens: Array) -> torch.Tensor | None:
+        """What a batch's negative tokens are looked up in; None if it has none."""
+        most = -int(tokens.min(initial=0))
+        if most == 0:
+            return None
+        if self.tokens is None or most > len(self.tokens):
+            raise ValueError(f"a token stands for draw {most - 1}, and there was none")
+        return self.tokens
+
+
+def prepare(batch: Batch, layout: KVLayout, heads: int, drawn: torch.Tensor | None = None) -> Prepared:
+    """What the kernels need to know of a batch, and what its negative tokens are looked up in."""
     arrays = [batch.tokens, batch.positions, batch.logits_at]
     row = np.repeat(np.arange(len(batch.starts) - 1), np.diff(batch.starts))
     logical = batch.positions // layout.block_size
@@ -99,7 +117,7 @@ def prepare(batch: Batch, layout: KVLayout, heads: int) -> Prepared:
         tables.append(table)
         before += len(table)
     arrays.append(np.concatenate(tables))
-    return Prepared(Sizes(len(batch.tokens), len(batch.logits_at), tuple(items), tuple(joins), before), arrays)
+    return Prepared(Sizes(len(batch.tokens), len(batch.logits_at), tuple(items), tuple(joins), before), arrays, drawn)
 
 
 class Inputs:
@@ -135,7 +153,10 @@ class Inputs:
         if self._sent:
             self._sent[self._turn].record()
             self._turn ^= 1
-        return self.step(sizes)
+        step = self.step(sizes)
+        if prepared.drawn is not None:
+            recall(step.tokens, prepared.drawn)
+        return step
 
     def reserve(self, sizes: Sizes) -> None:
         """Room for so many; what was there before is lost if it grows."""

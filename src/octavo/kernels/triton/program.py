@@ -17,8 +17,8 @@ from octavo.kernels.backend import Batch, Ops
 from octavo.kernels.triton import attention, gate, gemm, norm, rope_write
 from octavo.kernels.triton.attention import Scratch
 from octavo.kernels.triton.cache import Cache, check, computed
-from octavo.kernels.triton.embed import embed, pick
-from octavo.kernels.triton.inputs import Inputs, Sizes, Step, prepare
+from octavo.kernels.triton.embed import embed, pick, recall
+from octavo.kernels.triton.inputs import Drawn, Inputs, Sizes, Step, prepare
 from octavo.kernels.triton.ladder import TABLES, Ladder, sizes_of
 from octavo.kernels.triton.rounding import put
 from octavo.kernels.triton.weights import Weight
@@ -230,6 +230,7 @@ class TritonProgram:
         heads: int,
         device: torch.device,
         library: bool = False,
+        drawn: Drawn | None = None,
     ) -> None:
         check(layout)
         self.layout, self.heads, self.device = layout, heads, device
@@ -239,6 +240,7 @@ class TritonProgram:
         self.exchanges = recorder.exchanges
         self.buffers = Buffers(recorder.place(), device)
         self.inputs = Inputs(device)
+        self.drawn = drawn or Drawn()
         self.ladder: Ladder | None = None
         self.reserved: LargestStep | None = None
         self._address = 0
@@ -256,6 +258,8 @@ class TritonProgram:
     def prepare(self, blocks: Tensor, most: LargestStep, progress: Callable[[int, int], None] | None = None) -> None:
         """Records the ladder of graphs for steps of a token of each row over these blocks; there are none on a CPU."""
         if self.device.type == "cuda" and not self.exchanges:
+            token = torch.zeros(1, dtype=torch.int32, device=self.device)
+            recall(token, token)  # compiled now, not under load
             self.climb(blocks, most.rows, most.context, progress)
 
     def climb(
@@ -274,7 +278,7 @@ class TritonProgram:
         self.ladder = None
 
     def run(self, batch: Batch, blocks: Tensor) -> Tensor:
-        prepared = prepare(batch, self.layout, self.heads)
+        prepared = prepare(batch, self.layout, self.heads, self.drawn.of(batch.tokens))
         if self.ladder is not None and blocks.data_ptr() == self._address:
             logits = self.ladder.run(prepared)
             if logits is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from octavo.kernels.backend import SampleBatch, Sampled
+from octavo.kernels.backend import Later, SampleBatch, Sampled
 from octavo.kernels.triton import sample_kernels as kernels
 
 Array = np.ndarray
@@ -24,12 +24,22 @@ SIDE = 64  # of the square tiles in which the best tokens are put in order
 
 def sample(logits: torch.Tensor, batch: SampleBatch) -> Sampled:
     """Draws len(batch.row) tokens from logits float32 [R, V] on the device.  Raises ValueError for bad samples."""
+    return begin(logits, batch)[0]()
+
+
+def begin(logits: torch.Tensor, batch: SampleBatch) -> tuple[Later, torch.Tensor]:
+    """The same without waiting: what waits for the results, and the tokens int32 [len(batch.row)] on the device."""
     rows, vocab = logits.shape
     check_samples(batch, rows, vocab)
     count = len(batch.row)
     top = max(0, min(int(np.max(batch.logprobs, initial=0)), vocab))
     parts = [_draw(logits, _part(batch, first, last), top) for first, last in _parts(count, vocab)]
-    return _sampled(parts, top)
+    if len(parts) == 1:
+        return _later(parts, top), parts[0][:, 0]
+    tokens = torch.empty(count, dtype=torch.int32, device=logits.device)
+    for (first, last), part in zip(_parts(count, vocab), parts, strict=True):
+        tokens[first:last] = part[:, 0]
+    return _later(parts, top), tokens
 
 
 def score(logits: torch.Tensor, targets: Array, top: int) -> Sampled:
@@ -48,7 +58,7 @@ def score(logits: torch.Tensor, targets: Array, top: int) -> Sampled:
         own[:, 14], own[:, 15] = 1, targets[first:last]
         words = _sent(own.reshape(-1), logits.device)
         parts.append(_report(logits, words, last - first, top, _outputs(last - first, top, logits.device)))
-    return _sampled(parts, top)
+    return _later(parts, top)()
 
 
 def _parts(count: int, vocab: int) -> list[tuple[int, int]]:
@@ -211,10 +221,27 @@ def _outputs(count: int, top: int, device: torch.device) -> torch.Tensor:
     return torch.empty((count, 3 + 2 * top), dtype=torch.int32, device=device)
 
 
-def _sampled(parts: list[torch.Tensor], top: int) -> Sampled:
-    """Results as arrays of the host."""
-    width = 3 + 2 * top
-    words = np.concatenate([part.cpu().numpy() for part in parts]) if parts else np.empty((0, width), np.int32)
+def _later(parts: list[torch.Tensor], top: int) -> Later:
+    """Sends the results to the host; what is returned waits for them."""
+    if not parts or parts[0].device.type != "cuda":
+        return lambda: _sampled([part.numpy() for part in parts], top)
+    # Only pinned memory is written while the CPU goes on, and an event is all that says when.
+    there = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
+    for host, part in zip(there, parts, strict=True):
+        host.copy_(part, non_blocking=True)
+    sent = torch.cuda.Event()
+    sent.record(torch.cuda.current_stream(parts[0].device))
+
+    def wait() -> Sampled:
+        sent.synchronize()
+        return _sampled([host.numpy() for host in there], top)
+
+    return wait
+
+
+def _sampled(parts: list[Array], top: int) -> Sampled:
+    """Results as arrays, copied out of the ``parts``."""
+    words = np.concatenate(parts) if parts else np.empty((0, 3 + 2 * top), np.int32)
 
     def floats(columns: Array) -> Array:
         return np.ascontiguousarray(columns).view(np.float32)
