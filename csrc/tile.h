@@ -21,7 +21,7 @@ inline constexpr int kFastRows = 6, kExactRows = 8, kWide = 2, kNarrow = 2;
 #elif defined(__AVX2__)
 inline constexpr int kFastRows = 4, kExactRows = 6, kWide = 2, kNarrow = 1;
 #else
-inline constexpr int kFastRows = 4, kExactRows = 6, kWide = 2, kNarrow = 1;
+inline constexpr int kFastRows = 3, kExactRows = 4, kWide = 2, kNarrow = 1;
 #endif
 
 // Where a tile's sums go.  Pointers are at the tile's first row and column; bias and residual may be null.

@@ -68,9 +68,6 @@ template <int BITS> struct Dot {
     OCTAVO_INLINE ix total() const { return {{{sum[0]}, {sum[1]}}}; }
 };
 #else
-// GCC would add the integers of a group in another order, a tree of all steps at once, and spill most of them.
-OCTAVO_INLINE void keep(__m256i& sum) { asm("" : "+x"(sum)); }
-
 // Pairs of products meet in 16 bits.  A pair is at most 2 * 127 * (2^BITS - 1): 8, 4 and 2 steps of 4, 5 and 6 bits
 // fit before they must be widened.  A pair of unsigned bytes would not fit at all; |q - 128| <= 128 times 127 does.
 template <int BITS> struct Dot {

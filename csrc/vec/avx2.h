@@ -112,9 +112,11 @@ OCTAVO_INLINE vi load_i8_pairs(const int8_t* p) { return {_mm256_cvtepi8_epi16(_
 #if defined(__AVXVNNI__)
 OCTAVO_INLINE vi dot_pairs(vi a, vi b, vi c) { return {_mm256_dpwssd_avx_epi32(c.v, a.v, b.v)}; }
 #else
+// GCC would add many integers in another order, a tree of all of them at once, and spill most.
+OCTAVO_INLINE void keep(__m256i& sum) { asm("" : "+x"(sum)); }
 OCTAVO_INLINE vi dot_pairs(vi a, vi b, vi c) {
     __m256i sum = _mm256_add_epi32(c.v, _mm256_madd_epi16(a.v, b.v));
-    asm("" : "+x"(sum));  // GCC would make a tree of many sums and spill them
+    keep(sum);
     return {sum};
 }
 #endif

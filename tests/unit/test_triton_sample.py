@@ -181,11 +181,12 @@ def test_the_kernels_compile_for_a_gpu(architecture: int) -> None:
         **dict.fromkeys(("words", "lists", "out", "kept"), "*i32"),
         **{"logits": "*fp32", "copies": "*fp32", "stride": "i64"},
     }
-    module = "octavo.kernels.triton.sample_kernels"
+    changes, module = (f"octavo.kernels.triton.sample_{name}" for name in ("changes", "kernels"))
     kernels = []
     for tile in (128, 4096):
         options = {"num_warps": triton_sample.warps_of(tile)}
-        kernels += [(module, name, {**types, "BLOCK": tile}, options) for name in ("prepare", "draw")]
+        kernels += [(changes, "prepare", {**types, "BLOCK": tile}, options)]
+        kernels += [(module, "draw", {**types, "BLOCK": tile}, options)]
         kernels.append((module, "report", {**types, "BLOCK": tile, "SIDE": triton_sample.SIDE}, options))
     for kernel, found in zip(kernels, compiled(kernels, architecture), strict=True):
         assert found["local"] == 0 and found["stack"] <= 64, (kernel, found)

@@ -81,6 +81,11 @@ class Request:
         self.branches.append(sequence)
         return sequence
 
+    def single(self, sequence: Sequence) -> bool:
+        """Whether a sequence of it draws alone: as no beam, before no fork, without scores, and under no guide, whose
+        masks are known for the next token only."""
+        return self.beams is None and not self.matchers and not sequence.forks and not sequence.scoring
+
     def add_scores(self, start: int, scores: tuple[TokenLogprobs, ...]) -> None:
         """Scores of the tokens at positions start+1, ...; a preempted prompt scores some of them again."""
         known = self.score_from + len(self.scores) - start

@@ -107,5 +107,4 @@ def _ready(owners: Mapping[int, Request], sequence: Sequence, start: int, stop: 
 
 def _plain(request: Request, sequence: Sequence) -> bool:
     """Whether a sequence draws one token a step, from what depends on the tokens before through the model alone."""
-    alone = request.beams is None and not request.matchers and not sequence.forks and not sequence.scoring
-    return alone and not request.params.penalised and not request.rules.bad
+    return request.single(sequence) and not request.params.penalised and not request.rules.bad

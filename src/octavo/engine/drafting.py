@@ -22,13 +22,8 @@ class Drafter(Protocol):
 
 
 def may_draft(request: Request, sequence: Sequence) -> bool:
-    """Whether a sequence's next tokens may be drafted: it is past its prompt, and one branch of no beam search.
-
-    Nor does it follow a guide: a mask is known for the next token only.
-    """
-    decoding = sequence.decoding and len(sequence.tokens) > sequence.prompt_length
-    alone = request.beams is None and sequence.params.guide is None
-    return decoding and alone and not sequence.forks and not sequence.scoring
+    """Whether a sequence's next tokens may be drafted: it is past its prompt, and draws alone."""
+    return sequence.decoding and len(sequence.tokens) > sequence.prompt_length and request.single(sequence)
 
 
 def note_drafts(drafter: Drafter, running: Iterable[Sequence], owners: Mapping[int, Request]) -> None:

@@ -226,3 +226,16 @@ class Backend(Protocol):
 
     def score(self, logits: Logits, targets: np.ndarray, top: int) -> Sampled:
         """Log-probability and rank of ``targets`` int32 [R] under ``logits`` [R, V], and the ``top`` best."""
+
+
+class Synchronous:
+    """For a backend whose calls have ended when they return."""
+
+    asynchronous = recalls = False
+
+    def draw(self: Backend, logits: Logits, batch: SampleBatch) -> Later:
+        sampled = self.sample(logits, batch)
+        return lambda: sampled
+
+    def lost(self) -> str | None:
+        return None

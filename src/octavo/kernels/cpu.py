@@ -14,7 +14,7 @@ import numpy as np
 
 from octavo.core.layout import KVLayout
 from octavo.core.plan import LargestStep
-from octavo.kernels.backend import Batch, Later, Ops, SampleBatch, Sampled
+from octavo.kernels.backend import Batch, Ops, SampleBatch, Sampled, Synchronous
 from octavo.kernels.select import load_kernels
 from octavo.kernels.threads import choose_threads
 
@@ -26,7 +26,7 @@ PAGE = 4096
 ROW_TILE = 256  # tokens that pass from one attention to the next together, so that activations stay in cache
 
 
-class CpuBackend:
+class CpuBackend(Synchronous):
     """Native kernels.
 
     Owns: the threads and their working memory; one call runs at a time, others wait.
@@ -37,8 +37,6 @@ class CpuBackend:
     ``compute="fast"`` rounds activations to 8 bits where weights are quantised, ``"exact"`` does not.  ``isa`` names
     the instruction set (default: the best that the machine runs).
     """
-
-    asynchronous = recalls = False
 
     def __init__(self, threads: int | None = None, compute: str = "fast", isa: str | None = None) -> None:
         if compute not in ("fast", "exact"):
@@ -111,13 +109,6 @@ class CpuBackend:
             *_arrays(out),
         )
         return out
-
-    def draw(self, logits: Array, batch: SampleBatch) -> Later:
-        sampled = self.sample(logits, batch)
-        return lambda: sampled
-
-    def lost(self) -> str | None:
-        return None
 
     def score(self, logits: Array, targets: Array, top: int) -> Sampled:
         out = _empty(len(targets), max(0, min(top, logits.shape[1])))

@@ -14,7 +14,7 @@ import numpy as np
 from octavo.core.layout import KEY_GROUP, KVLayout
 from octavo.core.plan import LargestStep
 from octavo.kernels import reference_sample
-from octavo.kernels.backend import Batch, Later, Ops, SampleBatch, Sampled
+from octavo.kernels.backend import Batch, Ops, SampleBatch, Sampled, Synchronous
 from octavo.kernels.dequant import bfloat16_to_float32, dequantize, float32_to_bfloat16
 
 Array = np.ndarray
@@ -27,7 +27,7 @@ STORAGE: dict[str, np.dtype] = {
 }
 
 
-class ReferenceBackend:
+class ReferenceBackend(Synchronous):
     """NumPy kernels.
 
     Owns: nothing.
@@ -37,7 +37,6 @@ class ReferenceBackend:
     """
 
     name = "reference"
-    asynchronous = recalls = False
 
     def __init__(self, dtype: str = "float32") -> None:
         if dtype not in ("float32", "float64"):
@@ -67,13 +66,6 @@ class ReferenceBackend:
 
     def sample(self, logits: Array, batch: SampleBatch) -> Sampled:
         return reference_sample.sample(logits, batch)
-
-    def draw(self, logits: Array, batch: SampleBatch) -> Later:
-        sampled = self.sample(logits, batch)
-        return lambda: sampled
-
-    def lost(self) -> str | None:
-        return None
 
     def score(self, logits: Array, targets: Array, top: int) -> Sampled:
         return reference_sample.score(logits, targets, top)

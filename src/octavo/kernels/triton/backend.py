@@ -19,6 +19,7 @@ from octavo.errors import ConfigError
 from octavo.kernels.backend import Later, Ops, SampleBatch, Sampled
 from octavo.kernels.triton import interpreter, move, weights
 from octavo.kernels.triton import sample as sampling
+from octavo.kernels.triton.device import first_line
 from octavo.kernels.triton.inputs import Drawn
 from octavo.kernels.triton.program import TritonProgram
 from octavo.kernels.triton.swap import Swap
@@ -96,7 +97,7 @@ class TritonBackend:
         except RuntimeError as error:
             raise ConfigError(
                 f"a host tier of {format_size(count * nbytes)} can't be had in memory that the GPU reads "
-                f"({str(error).splitlines()[0]}); a smaller swap_memory works, or 0, which is none",
+                f"({first_line(error)}); a smaller swap_memory works, or 0, which is none",
                 "swap_memory",
             ) from error
         self._hosts.add(host.data_ptr())
@@ -128,8 +129,7 @@ class TritonBackend:
             try:
                 torch.cuda.synchronize(self.device)
             except Exception as error:
-                words = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                return f"the GPU has failed for good ({words}): only a new process can use it again"
+                return f"the GPU has failed for good ({first_line(error)}): only a new process can use it again"
         return None
 
     def score(self, logits: Tensor, targets: Array, top: int) -> Sampled:

@@ -81,7 +81,7 @@ def interpret() -> None:
         import triton
     except ImportError as error:
         raise ConfigError(
-            f"the backend triton needs triton and torch ({_first_line(error)}): {INSTALL}", "backend"
+            f"the backend triton needs triton and torch ({first_line(error)}): {INSTALL}", "backend"
         ) from None
     if not triton.knobs.runtime.interpret:
         raise ConfigError("the backend triton on the CPU needs TRITON_INTERPRET=1 from the start", "backend")
@@ -121,7 +121,7 @@ def usable_gpus(count: int = 1, own: int | None = 0) -> list[Gpu]:
         torch.cuda.init()
         found = torch.cuda.device_count()
     except Exception as error:  # torch raises RuntimeError or AssertionError, with the driver's words
-        raise Unusable(_mismatch(torch, _first_line(error))) from None
+        raise Unusable(_mismatch(torch, first_line(error))) from None
     if found < count:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         limit = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible!r})"
@@ -135,7 +135,7 @@ def _torch() -> Any:
         try:
             found.append(importlib.import_module(name))
         except ImportError as error:
-            why = _first_line(error)
+            why = first_line(error)
             raise Unusable(f"{name} cannot be imported ({why}), and the gpu extra is needed: {INSTALL}") from None
     return found[0]
 
@@ -179,7 +179,7 @@ def _gpu(torch: Any, index: int, own: bool = True) -> Gpu:
         free, total = torch.cuda.mem_get_info(index)
     except Exception as error:
         raise Unusable(
-            f"GPU {index}, {name}, does not answer ({_first_line(error)}), and one that does is needed"
+            f"GPU {index}, {name}, does not answer ({first_line(error)}), and one that does is needed"
         ) from None
     if free < LEAST_FREE:
         raise Unusable(
@@ -198,7 +198,7 @@ def _runs(entry: str, major: int, minor: int) -> bool:
     return built <= (major, minor) and (found[1] == "compute" or built[0] == major)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 

@@ -25,13 +25,15 @@ def copy_blocks(source, target, pairs, source_stride, target_stride, words, BLOC
 def move(blocks: torch.Tensor, pairs: np.ndarray, device: torch.device) -> None:
     """blocks[pairs[i, 1]] = blocks[pairs[i, 0]] in order, of an array uint8 [n, block_bytes] on the device."""
     for run in independent(pairs, one=True):
-        copy(blocks, blocks, pairs_on(run, device))
+        copy(blocks, blocks, sent(run, device))
 
 
-def pairs_on(pairs: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On a GPU by way of pinned memory, so that the CPU does not wait for what runs there; torch keeps that memory from
-    being taken again until the copy has ended."""
-    there = torch.from_numpy(np.ascontiguousarray(pairs, np.int32))
+def sent(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
+    """As int32 on the device; on a GPU by way of pinned memory, so that the CPU does not wait for what runs there.
+
+    torch keeps that memory from being taken again until the copy has ended.
+    """
+    there = torch.from_numpy(np.ascontiguousarray(numbers, np.int32))
     return there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
 
 

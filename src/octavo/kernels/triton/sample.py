@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from octavo.kernels.backend import Later, SampleBatch, Sampled
-from octavo.kernels.triton import sample_kernels as kernels
+from octavo.kernels.triton import sample_changes, sample_kernels
+from octavo.kernels.triton.move import sent
 
 Array = np.ndarray
 
@@ -56,7 +57,7 @@ def score(logits: torch.Tensor, targets: Array, top: int) -> Sampled:
         own = np.zeros((last - first, WORDS), np.int32)
         own[:, 0] = np.arange(first, last)
         own[:, 14], own[:, 15] = 1, targets[first:last]
-        words = _sent(own.reshape(-1), logits.device)
+        words = sent(own.reshape(-1), logits.device)
         parts.append(_report(logits, words, last - first, top, _outputs(last - first, top, logits.device)))
     return _later(parts, top)()
 
@@ -157,7 +158,7 @@ def send(batch: SampleBatch, device: torch.device) -> Sent:
         width = batch.masks.shape[1]
         pieces.append(np.ascontiguousarray(batch.masks, np.uint32).view(np.int32).reshape(-1))
     starts = np.cumsum([0, *(len(piece) for piece in pieces)]).tolist()
-    return Sent(_sent(np.concatenate(pieces), device), len(changed), (*starts[1:8], starts[8] if width else 0, width))
+    return Sent(sent(np.concatenate(pieces), device), len(changed), (*starts[1:8], starts[8] if width else 0, width))
 
 
 def _words(values: Array) -> Array:
@@ -166,11 +167,6 @@ def _words(values: Array) -> Array:
     if values.dtype.kind == "f":
         return np.ascontiguousarray(values, np.float32).view(np.int32)
     return np.asarray(values, np.int32)
-
-
-def _sent(words: Array, device: torch.device) -> torch.Tensor:
-    host = torch.from_numpy(words)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 # ---- what runs -------------------------------------------------------------------------------------------------------
@@ -186,10 +182,10 @@ def _draw(logits: torch.Tensor, batch: SampleBatch, top: int) -> torch.Tensor:
     copies = torch.empty((max(1, sent.changed), vocab), dtype=torch.float32, device=device)
     lists = torch.empty((count, vocab), dtype=torch.int32, device=device)
     if sent.changed:
-        kernels.prepare[(sent.changed,)](
+        sample_changes.prepare[(sent.changed,)](
             logits, logits.stride(0), sent.words, *sent.places, copies, vocab, BLOCK=tile, num_warps=warps
         )
-    kernels.draw[(count,)](
+    sample_kernels.draw[(count,)](
         logits, logits.stride(0), sent.words, copies, lists, vocab, out, out.shape[1], BLOCK=tile, num_warps=warps
     )
     if not (np.asarray(batch.logprobs) >= 0).any():
@@ -209,7 +205,7 @@ def _report(
     if lists is None:
         lists = torch.empty((count, vocab), dtype=torch.int32, device=logits.device)
     kept = torch.empty((count, max(1, top)), dtype=torch.int32, device=logits.device)
-    kernels.report[(count,)](
+    sample_kernels.report[(count,)](
         logits, logits.stride(0), words, lists, kept, vocab, top, out, out.shape[1],
         BLOCK=tile, SIDE=SIDE, num_warps=warps_of(tile),
     )  # fmt: skip
@@ -229,11 +225,11 @@ def _later(parts: list[torch.Tensor], top: int) -> Later:
     there = [torch.empty(part.shape, dtype=part.dtype, pin_memory=True) for part in parts]
     for host, part in zip(there, parts, strict=True):
         host.copy_(part, non_blocking=True)
-    sent = torch.cuda.Event()
-    sent.record(torch.cuda.current_stream(parts[0].device))
+    arrived = torch.cuda.Event()
+    arrived.record(torch.cuda.current_stream(parts[0].device))
 
     def wait() -> Sampled:
-        sent.synchronize()
+        arrived.synchronize()
         return _sampled([host.numpy() for host in there], top)
 
     return wait

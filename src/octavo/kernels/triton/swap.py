@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 import torch
 
-from octavo.kernels.triton.move import copy, independent, pairs_on
+from octavo.kernels.triton.move import copy, independent, sent
 
 ASIDE = 64 << 20  # bytes of each of the two buffers that blocks wait in
 
@@ -46,7 +46,7 @@ class Swap:
 
     def into(self, source: torch.Tensor, target: torch.Tensor, pairs: np.ndarray) -> None:
         """From the host to the device."""
-        there = [pairs_on(run, self.device) for run in independent(pairs, one=False)]
+        there = [sent(run, self.device) for run in independent(pairs, one=False)]
         self._after_kernels(*there)  # some may still read what is overwritten
         with self._beside():
             for run in there:
@@ -64,8 +64,8 @@ class Swap:
         aside, count = self._aside[turn], np.arange(len(pairs))
         if self.stream is not None:
             torch.cuda.current_stream(self.device).wait_event(self._emptied[turn])
-        leaving = pairs_on(np.stack([pairs[:, 0], count], axis=1), self.device)
-        arriving = pairs_on(np.stack([count, pairs[:, 1]], axis=1), self.device)
+        leaving = sent(np.stack([pairs[:, 0], count], axis=1), self.device)
+        arriving = sent(np.stack([count, pairs[:, 1]], axis=1), self.device)
         copy(source, aside, leaving)
         self._after_kernels(arriving)
         with self._beside():
